@@ -3,10 +3,11 @@
 import asyncio
 import math
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from event_loops import played
 from test_trainer_worker import Scribe
 
 from engine.commands import ScoreBatch, TrainStep
@@ -133,107 +134,95 @@ class Bench:
         return self._numbers.setdefault(order, len(self._numbers))
 
 
-def play(scene: Callable[[Bench], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        bench = Bench()
-        await bench.fill()
-        await scene(bench)
-        await bench.scorer.close()
-        await bench.trainer.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 120))
+async def filled() -> Bench:
+    bench = Bench()
+    await bench.fill()
+    return bench
 
 
-def test_each_step_is_scored_under_the_weights_that_it_is_trained_from() -> None:
-    async def scene(bench: Bench) -> None:
-        for step in range(3):
-            assert await bench.score(step) == BatchScored(step=step, attempt=1, task="old_logprobs")
-            assert await bench.train(step) == StepTrained(step=step, attempt=1)
-        assert bench.reader.calls == [
-            "score old_logprobs of 0", "load 1", "score old_logprobs of 1", "load 2", "score old_logprobs of 2",
-        ]  # fmt: skip
-        for step, batch in enumerate(bench.learner.batches):
-            scored = [[list(row) for row in group] for group in batch.scores["old_logprobs"]]
-            assert scored == [[[float(step)] * 4, []], [[float(step)] * 2, []]], "in the order of the batch"
-
-    play(scene)
-
-
-def test_a_step_that_is_scored_again_needs_no_other_weights() -> None:
-    async def scene(bench: Bench) -> None:
-        await bench.score(0)
-        await bench.train(0)
-        for attempt in (1, 2):
-            assert await bench.score(1, attempt) == BatchScored(step=1, attempt=attempt, task="old_logprobs")
-        assert bench.reader.calls[1:] == ["load 1", "score old_logprobs of 1", "score old_logprobs of 1"]
-
-    play(scene)
+@played
+async def test_each_step_is_scored_under_the_weights_that_it_is_trained_from() -> None:
+    bench = await filled()
+    for step in range(3):
+        assert await bench.score(step) == BatchScored(step=step, attempt=1, task="old_logprobs")
+        assert await bench.train(step) == StepTrained(step=step, attempt=1)
+    assert bench.reader.calls == [
+        "score old_logprobs of 0", "load 1", "score old_logprobs of 1", "load 2", "score old_logprobs of 2",
+    ]  # fmt: skip
+    for step, batch in enumerate(bench.learner.batches):
+        scored = [[list(row) for row in group] for group in batch.scores["old_logprobs"]]
+        assert scored == [[[float(step)] * 4, []], [[float(step)] * 2, []]], "in the order of the batch"
 
 
-def test_weights_of_any_other_step_are_never_scored_under() -> None:
-    async def scene(bench: Bench) -> None:
-        failed = await bench.score(1)
-        assert isinstance(failed, StepFailed)
-        assert failed.reason.startswith("scoring old_logprobs: ")
-        assert "the weights store does not hold the weights after 1 train steps; it holds none" in failed.reason
-        await bench.weights.put(Trained(2), 2)
-        assert "it holds the weights after 2 train steps" in (await bench.score(1, attempt=2)).reason  # type: ignore[attr-defined]
-        assert not any(call.startswith("score") for call in bench.reader.calls)
-
-    play(scene)
+@played
+async def test_a_step_that_is_scored_again_needs_no_other_weights() -> None:
+    bench = await filled()
+    await bench.score(0)
+    await bench.train(0)
+    for attempt in (1, 2):
+        assert await bench.score(1, attempt) == BatchScored(step=1, attempt=attempt, task="old_logprobs")
+    assert bench.reader.calls[1:] == ["load 1", "score old_logprobs of 1", "score old_logprobs of 1"]
 
 
-def test_weights_that_could_not_be_handed_over_are_when_a_scorer_asks_again() -> None:
-    async def scene(bench: Bench) -> None:
-        await bench.score(0)
-        bench.learner.fails_at = (1,)
-        assert isinstance(await bench.train(0), StepTrained)
-        assert bench.learner.asked == 1, "the trainer does not repeat it: the scheduler counts attempts"
-        assert isinstance(await bench.score(1), BatchScored)
-        bench.learner.fails_at = (3, 4)
-        assert await bench.train(1) == StepTrained(step=1, attempt=1), "a step that is trained is trained"
-        failed = await bench.score(2)
-        assert isinstance(failed, StepFailed)
-        assert "the weights after 2 train steps cannot be handed over: RuntimeError: no room" in failed.reason
-        assert isinstance(await bench.score(2, attempt=2), BatchScored)
-        assert isinstance(await bench.score(2, attempt=3), BatchScored)
-        asked = bench.learner.asked
-        await bench.trainer.hand_over_again(2)
-        await bench.trainer.hand_over_again(1)
-        assert bench.learner.asked == asked == 5, "once they are there nobody owes them"
-
-    play(scene)
+@played
+async def test_weights_of_any_other_step_are_never_scored_under() -> None:
+    bench = await filled()
+    failed = await bench.score(1)
+    assert isinstance(failed, StepFailed)
+    assert failed.reason.startswith("scoring old_logprobs: ")
+    assert "the weights store does not hold the weights after 1 train steps; it holds none" in failed.reason
+    await bench.weights.put(Trained(2), 2)
+    assert "it holds the weights after 2 train steps" in (await bench.score(1, attempt=2)).reason  # type: ignore[attr-defined]
+    assert not any(call.startswith("score") for call in bench.reader.calls)
 
 
-def test_the_reference_needs_no_weights_and_a_batch_can_be_scored_ahead() -> None:
-    async def scene(bench: Bench) -> None:
-        assert isinstance(await bench.score(5, task="ref_logprobs"), BatchScored)
-        assert bench.reader.calls == ["score ref_logprobs of 5"]
+@played
+async def test_weights_that_could_not_be_handed_over_are_when_a_scorer_asks_again() -> None:
+    bench = await filled()
+    await bench.score(0)
+    bench.learner.fails_at = (1,)
+    assert isinstance(await bench.train(0), StepTrained)
+    assert bench.learner.asked == 1, "the trainer does not repeat it: the scheduler counts attempts"
+    assert isinstance(await bench.score(1), BatchScored)
+    bench.learner.fails_at = (3, 4)
+    assert await bench.train(1) == StepTrained(step=1, attempt=1), "a step that is trained is trained"
+    failed = await bench.score(2)
+    assert isinstance(failed, StepFailed)
+    assert "the weights after 2 train steps cannot be handed over: RuntimeError: no room" in failed.reason
+    assert isinstance(await bench.score(2, attempt=2), BatchScored)
+    assert isinstance(await bench.score(2, attempt=3), BatchScored)
+    asked = bench.learner.asked
+    await bench.trainer.hand_over_again(2)
+    await bench.trainer.hand_over_again(1)
+    assert bench.learner.asked == asked == 5, "once they are there nobody owes them"
 
-    play(scene)
+
+@played
+async def test_the_reference_needs_no_weights_and_a_batch_can_be_scored_ahead() -> None:
+    bench = await filled()
+    assert isinstance(await bench.score(5, task="ref_logprobs"), BatchScored)
+    assert bench.reader.calls == ["score ref_logprobs of 5"]
 
 
-def test_an_attempt_that_failed_to_load_is_loaded_anew() -> None:
-    async def scene(bench: Bench) -> None:
-        await bench.score(0)
-        await bench.train(0)
-        bench.reader.fails = "load"
-        assert "RuntimeError: no memory" in (await bench.score(1)).reason  # type: ignore[attr-defined]
-        bench.reader.fails = ""
-        assert isinstance(await bench.score(1, attempt=2), BatchScored)
-        assert bench.reader.calls[1:] == ["load 1", "load 1", "score old_logprobs of 1"]
+@played
+async def test_an_attempt_that_failed_to_load_is_loaded_anew() -> None:
+    bench = await filled()
+    await bench.score(0)
+    await bench.train(0)
+    bench.reader.fails = "load"
+    assert "RuntimeError: no memory" in (await bench.score(1)).reason  # type: ignore[attr-defined]
+    bench.reader.fails = ""
+    assert isinstance(await bench.score(1, attempt=2), BatchScored)
+    assert bench.reader.calls[1:] == ["load 1", "load 1", "score old_logprobs of 1"]
 
-    play(scene)
 
-
-def test_a_repeated_order_is_carried_out_once() -> None:
-    async def scene(bench: Bench) -> None:
-        await bench.score(0)
-        bench.scorer.carry_out(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), number=0, cause=0))
-        await bench.score(0, attempt=2)
-        assert bench.reader.calls == ["score old_logprobs of 0"] * 2
-
-    play(scene)
+@played
+async def test_a_repeated_order_is_carried_out_once() -> None:
+    bench = await filled()
+    await bench.score(0)
+    bench.scorer.carry_out(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), number=0, cause=0))
+    await bench.score(0, attempt=2)
+    assert bench.reader.calls == ["score old_logprobs of 0"] * 2
 
 
 @pytest.mark.parametrize(
@@ -246,40 +235,37 @@ def test_a_repeated_order_is_carried_out_once() -> None:
         ([[["high"] * 4, []], [[0.0] * 2, []]], "TypeError"),
     ],
 )
-def test_what_a_scorer_returns_wrong_is_named(scores: Any, words: str) -> None:
-    async def scene(bench: Bench) -> None:
-        bench.reader.score = lambda batch, task: scores  # type: ignore[method-assign]
-        assert words in (await bench.score(0)).reason  # type: ignore[attr-defined]
-        with pytest.raises(EngineError, match="holds no old_logprobs of step 0"):
-            await bench.trajectories.scores(0, "old_logprobs", [4, 2])
-
-    play(scene)
-
-
-def test_a_step_without_its_scores_is_not_trained() -> None:
-    async def scene(bench: Bench) -> None:
-        await bench.score(0)
-        await bench.train(0)
-        failed = await bench.train(1)
-        assert isinstance(failed, StepFailed)
-        assert "holds no old_logprobs of step 1 for groups [4, 2]" in failed.reason
-        assert len(bench.learner.batches) == 1
-
-    play(scene)
+@played
+async def test_what_a_scorer_returns_wrong_is_named(scores: Any, words: str) -> None:
+    bench = await filled()
+    bench.reader.score = lambda batch, task: scores  # type: ignore[method-assign]
+    assert words in (await bench.score(0)).reason  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="holds no old_logprobs of step 0"):
+        await bench.trajectories.scores(0, "old_logprobs", [4, 2])
 
 
-def test_scores_are_forgotten_with_their_groups() -> None:
-    async def scene(bench: Bench) -> None:
-        before = bench.trajectories.store.stats().bytes
-        await bench.score(0)
-        await bench.score(0, attempt=2)
-        assert bench.trajectories.store.stats().bytes == before + 2 * 12 + 4 * 6
-        await bench.trajectories.discard([4, 2])
-        assert bench.trajectories.store.stats().bytes == 0
-        await bench.trajectories.put_scores(0, "old_logprobs", [4], [[array("f", [1.0])]])
-        assert bench.trajectories.store.stats().bytes == 0, "what comes late is nobody's"
+@played
+async def test_a_step_without_its_scores_is_not_trained() -> None:
+    bench = await filled()
+    await bench.score(0)
+    await bench.train(0)
+    failed = await bench.train(1)
+    assert isinstance(failed, StepFailed)
+    assert "holds no old_logprobs of step 1 for groups [4, 2]" in failed.reason
+    assert len(bench.learner.batches) == 1
 
-    play(scene)
+
+@played
+async def test_scores_are_forgotten_with_their_groups() -> None:
+    bench = await filled()
+    before = bench.trajectories.store.stats().bytes
+    await bench.score(0)
+    await bench.score(0, attempt=2)
+    assert bench.trajectories.store.stats().bytes == before + 2 * 12 + 4 * 6
+    await bench.trajectories.discard([4, 2])
+    assert bench.trajectories.store.stats().bytes == 0
+    await bench.trajectories.put_scores(0, "old_logprobs", [4], [[array("f", [1.0])]])
+    assert bench.trajectories.store.stats().bytes == 0, "what comes late is nobody's"
 
 
 def test_scores_travel_to_the_bit() -> None:
@@ -288,14 +274,13 @@ def test_scores_travel_to_the_bit() -> None:
     assert unpack_scores(pack_scores([])) == []
 
 
-def test_a_trainer_that_was_restored_hands_over_what_it_has() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.learner.batches = [Batch(step=0, groups=[], staleness=[])] * 3
-        await bench.trainer.hand_over(3)
-        assert isinstance(await bench.score(3), BatchScored)
-        assert bench.reader.calls[0] == "load 3"
-
-    play(scene)
+@played
+async def test_a_trainer_that_was_restored_hands_over_what_it_has() -> None:
+    bench = await filled()
+    bench.learner.batches = [Batch(step=0, groups=[], staleness=[])] * 3
+    await bench.trainer.hand_over(3)
+    assert isinstance(await bench.score(3), BatchScored)
+    assert bench.reader.calls[0] == "load 3"
 
 
 def test_a_scorer_that_progresses_reports_it_within_its_time_limit() -> None:

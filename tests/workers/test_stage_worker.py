@@ -3,11 +3,12 @@
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from event_loops import played
 
 from engine.commands import EnterState, InspectStep
 from engine.errors import DataFailure, EngineError
@@ -69,33 +70,29 @@ class Bench:
         return self.events[-1]
 
 
-def play(bench: Callable[[], Bench], scene: Callable[[Bench], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        stage = bench()
-        for number in (3, 4):
-            group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[])
-            group.trajectories = [response([5, 6], reward=0.0, version=0) for _ in range(3)]
-            for trajectory in group.trajectories:
-                trajectory.reward = None
-            await stage.trajectories.put(group, attempt=1)
-        await scene(stage)
-        await stage.worker.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 120))
+async def filled(bench: Bench) -> Bench:
+    """With two groups that have no rewards yet."""
+    for number in (3, 4):
+        group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[])
+        group.trajectories = [response([5, 6], reward=0.0, version=0) for _ in range(3)]
+        for trajectory in group.trajectories:
+            trajectory.reward = None
+        await bench.trajectories.put(group, attempt=1)
+    return bench
 
 
-def test_the_work_is_kept_before_it_is_reported() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.order()
-        left = await bench.until(1)
-        assert left == StateLeft(group=3, attempt=2, state="judging", trainable=3, reward_mean=1.0, reward_spread=2.0)
-        (kept,) = await bench.trajectories.get([3])
-        assert [t.reward for t in kept.trajectories] == [0.0, 1.0, 2.0]
+@played
+async def test_the_work_is_kept_before_it_is_reported() -> None:
+    bench = await filled(Bench(praise))
+    bench.order()
+    left = await bench.until(1)
+    assert left == StateLeft(group=3, attempt=2, state="judging", trainable=3, reward_mean=1.0, reward_spread=2.0)
+    (kept,) = await bench.trajectories.get([3])
+    assert [t.reward for t in kept.trajectories] == [0.0, 1.0, 2.0]
 
-    play(lambda: Bench(praise), scene)
 
-
-def test_a_repeat_changes_nothing_and_a_newer_attempt_ends_the_older() -> None:
+@played
+async def test_a_repeat_changes_nothing_and_a_newer_attempt_ends_the_older() -> None:
     calls: list[int] = []
     ended: list[int] = []
 
@@ -108,19 +105,17 @@ def test_a_repeat_changes_nothing_and_a_newer_attempt_ends_the_older() -> None:
                 ended.append(group.group)
         return await praise(group)
 
-    async def scene(bench: Bench) -> None:
-        for attempt in (2, 2, 3):
-            bench.order(attempt=attempt)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        left = await bench.until(1)
-        assert isinstance(left, StateLeft) and left.attempt == 3
-        bench.order(attempt=3)
+    bench = await filled(Bench(first_for_ever))
+    for attempt in (2, 2, 3):
+        bench.order(attempt=attempt)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert calls == [3, 3] and ended == [3] and len(bench.events) == 1, "one that was reported is none to begin"
-
-    play(lambda: Bench(first_for_ever), scene)
+    left = await bench.until(1)
+    assert isinstance(left, StateLeft) and left.attempt == 3
+    bench.order(attempt=3)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert calls == [3, 3] and ended == [3] and len(bench.events) == 1, "one that was reported is none to begin"
 
 
 async def tokens(group: TrajectoryGroup) -> Any:
@@ -196,82 +191,74 @@ async def leaving(group: TrajectoryGroup) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_work_does_wrong_costs_an_attempt_and_leaves_the_group_as_it_was(
+@played
+async def test_what_work_does_wrong_costs_an_attempt_and_leaves_the_group_as_it_was(
     work: Work, cause: str, words: str
 ) -> None:
-    async def scene(bench: Bench) -> None:
-        (kept,) = await bench.trajectories.get([3])
-        before = copy_group(kept)
-        bench.order()
-        failed = await bench.until(1)
-        assert isinstance(failed, StateFailed)
-        assert (failed.group, failed.attempt, failed.state, failed.cause) == (3, 2, "judging", cause)
-        assert words in failed.reason
-        assert await bench.trajectories.get([3]) == [before]
-        bench.order(attempt=3)
-        assert (await bench.until(2)).attempt == 3  # type: ignore[attr-defined]
-
-    play(lambda: Bench(work), scene)
+    bench = await filled(Bench(work))
+    (kept,) = await bench.trajectories.get([3])
+    before = copy_group(kept)
+    bench.order()
+    failed = await bench.until(1)
+    assert isinstance(failed, StateFailed)
+    assert (failed.group, failed.attempt, failed.state, failed.cause) == (3, 2, "judging", cause)
+    assert words in failed.reason
+    assert await bench.trajectories.get([3]) == [before]
+    bench.order(attempt=3)
+    assert (await bench.until(2)).attempt == 3  # type: ignore[attr-defined]
 
 
-def test_work_that_takes_too_long_is_ended() -> None:
+@played
+async def test_work_that_takes_too_long_is_ended() -> None:
     async def for_ever(group: TrajectoryGroup) -> TrajectoryGroup:
         await asyncio.Event().wait()
         return group
 
-    async def scene(bench: Bench) -> None:
-        bench.order()
-        failed = await bench.until(1)
-        assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
-        assert "the work of judging exceeded its limit of 0.01 s on group 3" in failed.reason
-
-    play(lambda: Bench(for_ever, timeout_s=0.01), scene)
+    bench = await filled(Bench(for_ever, timeout_s=0.01))
+    bench.order()
+    failed = await bench.until(1)
+    assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
+    assert "the work of judging exceeded its limit of 0.01 s on group 3" in failed.reason
 
 
 @pytest.mark.parametrize("stuck", [1, MOST_HANGING])
-def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck: int) -> None:
+@played
+async def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck: int) -> None:
     go_on = threading.Event()
 
     def reward(prompt: Prompt, trajectory: Trajectory) -> float:
         go_on.wait()
         return 1.0
 
-    def bench() -> Bench:
-        return Bench(Grader(Digits(), reward, threads=stuck, timeout_s=0.01), timeout_s=1e-9, state=REWARDING)
-
-    async def scene(bench: Bench) -> None:
-        for number in range(10, 10 + stuck):
-            group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
-            group.trajectories[0].reward = None
-            await bench.trajectories.put(group, attempt=1)
-            bench.order(group=number, state=REWARDING)
-        failed = await bench.until(stuck)
-        assert isinstance(failed, StateFailed) and failed.cause == "data", failed
-        assert "took longer than 0.01 s on prompt row 7" in failed.reason
-        while stuck == MOST_HANGING and not bench.reasons:
-            await asyncio.sleep(0)
-        assert len(bench.reasons) == (stuck == MOST_HANGING)
-        assert all("64 calls of reward" in reason for reason in bench.reasons)
-        go_on.set()
-
-    play(bench, scene)
+    grader = Grader(Digits(), reward, threads=stuck, timeout_s=0.01)
+    bench = await filled(Bench(grader, timeout_s=1e-9, state=REWARDING))
+    for number in range(10, 10 + stuck):
+        group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
+        group.trajectories[0].reward = None
+        await bench.trajectories.put(group, attempt=1)
+        bench.order(group=number, state=REWARDING)
+    failed = await bench.until(stuck)
+    assert isinstance(failed, StateFailed) and failed.cause == "data", failed
+    assert "took longer than 0.01 s on prompt row 7" in failed.reason
+    while stuck == MOST_HANGING and not bench.reasons:
+        await asyncio.sleep(0)
+    assert len(bench.reasons) == (stuck == MOST_HANGING)
+    assert all("64 calls of reward" in reason for reason in bench.reasons)
+    go_on.set()
 
 
-def test_the_processes_of_a_reward_end_with_the_worker() -> None:
+@played
+async def test_the_processes_of_a_reward_end_with_the_worker() -> None:
     closed: list[str] = []
 
-    def bench() -> Bench:
-        part = RewardPart(function=lambda *_: 1.0, close=lambda: closed.append("reward"))
-        return Bench(Grader(Digits(), RewardParts((part,))), state=REWARDING)
-
-    async def scene(bench: Bench) -> None:
-        await bench.worker.close()
-        assert closed == ["reward"]
-
-    play(bench, scene)
+    part = RewardPart(function=lambda *_: 1.0, close=lambda: closed.append("reward"))
+    bench = await filled(Bench(Grader(Digits(), RewardParts((part,))), state=REWARDING))
+    await bench.worker.close()
+    assert closed == ["reward"]
 
 
-def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
+@played
+async def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -279,20 +266,19 @@ def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
         await go_on.wait()
         return await praise(group)
 
-    async def scene(bench: Bench) -> None:
-        bench.order()
-        await begun.wait()
-        await bench.trajectories.discard([3])
-        go_on.set()
-        await bench.until(1)
-        assert bench.trajectories.store.stats().groups == 1
-        bench.order(attempt=9)
-        assert "does not hold groups [3]" in (await bench.until(2)).reason  # type: ignore[attr-defined]
-
-    play(lambda: Bench(slow), scene)
+    bench = await filled(Bench(slow))
+    bench.order()
+    await begun.wait()
+    await bench.trajectories.discard([3])
+    go_on.set()
+    await bench.until(1)
+    assert bench.trajectories.store.stats().groups == 1
+    bench.order(attempt=9)
+    assert "does not hold groups [3]" in (await bench.until(2)).reason  # type: ignore[attr-defined]
 
 
-def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
+@played
+async def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
     begun: list[int] = []
     ended: list[int] = []
 
@@ -305,39 +291,35 @@ def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
                 ended.append(group.group)
         return await praise(group)
 
-    async def scene(bench: Bench) -> None:
-        bench.order(group=3)
-        while not begun:
-            await asyncio.sleep(0)
-        bench.worker.discard([3, 5])
-        bench.order(group=4)
-        left = await bench.until(1)
-        assert isinstance(left, StateLeft) and left.group == 4
-        assert ended == [3] and begun == [3, 4] and bench.events == [left]
-
-    play(lambda: Bench(stubborn), scene)
+    bench = await filled(Bench(stubborn))
+    bench.order(group=3)
+    while not begun:
+        await asyncio.sleep(0)
+    bench.worker.discard([3, 5])
+    bench.order(group=4)
+    left = await bench.until(1)
+    assert isinstance(left, StateLeft) and left.group == 4
+    assert ended == [3] and begun == [3, 4] and bench.events == [left]
 
 
-def test_a_state_that_nobody_works_in_is_named() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.order(state="other")
-        assert "no work is defined for the state other" in (await bench.until(1)).reason  # type: ignore[attr-defined]
+@played
+async def test_a_state_that_nobody_works_in_is_named() -> None:
+    bench = await filled(Bench(praise))
+    bench.order(state="other")
+    assert "no work is defined for the state other" in (await bench.until(1)).reason  # type: ignore[attr-defined]
 
-    play(lambda: Bench(praise), scene)
 
-
-def test_close_ends_work_without_a_word() -> None:
+@played
+async def test_close_ends_work_without_a_word() -> None:
     async def for_ever(group: TrajectoryGroup) -> TrajectoryGroup:
         await asyncio.Event().wait()
         return group
 
-    async def scene(bench: Bench) -> None:
-        bench.order()
-        await asyncio.sleep(0)
-        await bench.worker.close()
-        assert bench.events == []
-
-    play(lambda: Bench(for_ever), scene)
+    bench = await filled(Bench(for_ever))
+    bench.order()
+    await asyncio.sleep(0)
+    await bench.worker.close()
+    assert bench.events == []
 
 
 def test_rewards_may_be_left_out_where_they_are_given_later_and_only_there() -> None:
@@ -387,37 +369,31 @@ def odd_prompts() -> dict[str, Callable[[TrajectoryGroup], Any]]:
 
 
 @pytest.mark.parametrize("says", odd_prompts())
-def test_the_work_before_generation_may_change_only_the_prompt(says: str) -> None:
+@played
+async def test_the_work_before_generation_may_change_only_the_prompt(says: str) -> None:
     async def work(group: TrajectoryGroup) -> Any:
         return odd_prompts()[says](group)
 
-    async def scene(bench: Bench) -> None:
-        bench.order(group=9, attempt=1, prompt=PROMPT)
-        event = await bench.until(1)
-        assert isinstance(event, StateFailed) and says in event.reason and event.cause == "infrastructure"
-        assert await bench.trajectories.partial(9) is None
-
-    play(lambda: Bench(work), scene)
+    bench = await filled(Bench(work))
+    bench.order(group=9, attempt=1, prompt=PROMPT)
+    event = await bench.until(1)
+    assert isinstance(event, StateFailed) and says in event.reason and event.cause == "infrastructure"
+    assert await bench.trajectories.partial(9) is None
 
 
-def test_the_changed_fields_of_a_prompt_are_reported() -> None:
+@played
+async def test_the_changed_fields_of_a_prompt_are_reported() -> None:
     async def level(group: TrajectoryGroup) -> Any:
         return replace(group, prompt=replace(group.prompt, fields={"level": 2, "page": "..."}))
 
-    def described() -> Bench:
-        bench = Bench(level)
-        bench.worker = StageWorker(
-            works={"judging": level}, trajectories=bench.trajectories, weights=LocalWeights(), emit=bench._emit,
-            broken=bench._break, described=("level",),
-        )  # fmt: skip
-        return bench
-
-    async def scene(bench: Bench) -> None:
-        bench.order(group=9, attempt=1, prompt=PROMPT)
-        event = await bench.until(1)
-        assert isinstance(event, StateLeft) and event.described == '{"source": "", "fields": {"level": 2}}'
-
-    play(described, scene)
+    bench = await filled(Bench(level))
+    bench.worker = StageWorker(
+        works={"judging": level}, trajectories=bench.trajectories, weights=LocalWeights(), emit=bench._emit,
+        broken=bench._break, described=("level",),
+    )  # fmt: skip
+    bench.order(group=9, attempt=1, prompt=PROMPT)
+    event = await bench.until(1)
+    assert isinstance(event, StateLeft) and event.described == '{"source": "", "fields": {"level": 2}}'
 
 
 async def refuses(given: Any) -> str | None:
@@ -428,37 +404,33 @@ async def refuses(given: Any) -> str | None:
     return f"step {given.step}, groups {[group.group for group in given.groups]}, staleness {given.staleness}"
 
 
-def inspecting(work: Any) -> Callable[[], Bench]:
-    def make() -> Bench:
-        bench, weights = Bench(praise), LocalWeights()
-        weights.store.put(5, "the weights")
-        bench.worker = StageWorker(
-            works={}, inspections={"gate": work}, trajectories=bench.trajectories, weights=weights, emit=bench._emit,
-            broken=bench._break,
-        )  # fmt: skip
-        return bench
-
-    return make
+def inspecting(work: Any) -> Bench:
+    bench, weights = Bench(praise), LocalWeights()
+    weights.store.put(5, "the weights")
+    bench.worker = StageWorker(
+        works={}, inspections={"gate": work}, trajectories=bench.trajectories, weights=weights, emit=bench._emit,
+        broken=bench._break,
+    )  # fmt: skip
+    return bench
 
 
 BATCH = InspectStep(step=2, attempt=1, state="gate", groups=(3, 4), staleness=(0, 1), cause=0)
 WEIGHTS = InspectStep(step=2, attempt=1, state="gate", version=5, cause=0)
 
 
-def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> None:
-    async def scene(bench: Bench) -> None:
-        for order, says in (
-            (BATCH, "step 2, groups [3, 4], staleness [0, 1]"),
-            (WEIGHTS, "version 5 after 3 steps: the weights"),
-        ):
-            bench.events.clear()
-            bench.worker.carry_out(order)
-            bench.worker.carry_out(order)  # a repeat changes nothing
-            answer = StepInspected(step=2, attempt=1, state="gate", version=order.version, refused=says)
-            assert await bench.until(1) == answer
-        assert len((await bench.trajectories.get([3]))[0].trajectories) == 3
-
-    play(inspecting(refuses), scene)
+@played
+async def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> None:
+    bench = await filled(inspecting(refuses))
+    for order, says in (
+        (BATCH, "step 2, groups [3, 4], staleness [0, 1]"),
+        (WEIGHTS, "version 5 after 3 steps: the weights"),
+    ):
+        bench.events.clear()
+        bench.worker.carry_out(order)
+        bench.worker.carry_out(order)  # a repeat changes nothing
+        answer = StepInspected(step=2, attempt=1, state="gate", version=order.version, refused=says)
+        assert await bench.until(1) == answer
+    assert len((await bench.trajectories.get([3]))[0].trajectories) == 3
 
 
 @pytest.mark.parametrize(
@@ -470,18 +442,17 @@ def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> None:
         (RuntimeError("the judge is away"), "the judge is away"),
     ],
 )
-def test_an_inspection_lets_pass_or_fails_with_what_its_work_did(result: Any, says: str) -> None:
+@played
+async def test_an_inspection_lets_pass_or_fails_with_what_its_work_did(result: Any, says: str) -> None:
     async def work(given: Any) -> Any:
         if isinstance(result, Exception):
             raise result
         return result
 
-    async def scene(bench: Bench) -> None:
-        bench.worker.carry_out(BATCH)
-        event = await bench.until(1)
-        if result is None:
-            assert event == StepInspected(step=2, attempt=1, state="gate")
-        else:
-            assert isinstance(event, InspectionFailed) and says in event.reason
-
-    play(inspecting(work), scene)
+    bench = await filled(inspecting(work))
+    bench.worker.carry_out(BATCH)
+    event = await bench.until(1)
+    if result is None:
+        assert event == StepInspected(step=2, attempt=1, state="gate")
+    else:
+        assert isinstance(event, InspectionFailed) and says in event.reason
