@@ -479,17 +479,3 @@ def test_group_cannot_be_generated_twice_at_once() -> None:
         assert (await first).group.finished
 
     run(make(max_tokens=5), scenario)
-
-
-def test_failed_sampling_fails_generate() -> None:
-    async def scenario(generator: ModelGenerator) -> None:
-        backend: Any = generator._backend
-
-        def broken() -> None:
-            raise ZeroDivisionError("from inside the step")
-
-        backend._sampler.step = broken
-        with pytest.raises(EngineError, match="from inside the step"):
-            await generator.generate(work())
-
-    run(make(), scenario)

@@ -74,12 +74,12 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
 
 
-def played(environment: Sums, *said: str, samples: int = 1) -> list[Trajectory]:
+def played(environment: Any, *said: str, samples: int = 1, row: dict[str, Any] | None = None) -> list[Trajectory]:
     function = agent_of(environment, {"max_tokens": 90})
+    fields = row or rows_of(environment, 1)[0]
 
     async def agent(client: AsyncOpenAI, prompt: Prompt) -> Any:
-        (row,) = rows_of(environment, 1)
-        return await function(str(client.base_url), client.api_key, Prompt(row=3, text="1+1", fields=row))
+        return await function(str(client.base_url), client.api_key, Prompt(row=3, text="1+1", fields=fields))
 
     async def scenario() -> list[Trajectory]:
         async with Rig(agent, FixedAnswers(*said), max_tokens=90, reward=None) as rig:
@@ -194,27 +194,13 @@ def tasksets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return root
 
 
-def task_played(environment: Any, row: dict[str, Any]) -> Trajectory:
-    function = agent_of(environment, {"max_tokens": 90})
-
-    async def agent(client: AsyncOpenAI, prompt: Prompt) -> Any:
-        return await function(str(client.base_url), client.api_key, Prompt(row=3, text="", fields=row))
-
-    async def scenario() -> Trajectory:
-        async with Rig(agent, FixedAnswers("2<end>"), max_tokens=90, reward=None) as rig:
-            return (await rig.generate(samples=1)).group.trajectories[0]
-
-    found: Trajectory = run(scenario())
-    return found
-
-
 def test_a_task_of_a_task_set_has_its_reward_and_metrics(tasksets: ModuleType) -> None:
     environment = load("sums", taskset={"split": "train"}, agent={"harness": {"id": "null"}})
     assert environment._config == {"taskset": {"split": "train", "id": "sums"}, "agent": {"harness": {"id": "null"}}}
     rows = rows_of(environment)
     assert [row["task"] for row in rows] == [0, 1, 2] and rows_of(environment, 1) == rows[:1]
     assert rows[1]["messages"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
-    one = task_played(load("sums"), rows[1])
+    (one,) = played(load("sums"), "2<end>", row=rows[1])
     assert (one.reward, one.figures["right"], one.figures["turns"]) == (1.0, 1.0, 1)
     assert "skipped" not in one.figures and not [name for name in os.environ if name.startswith("STEP_ENGINE_KEY")]
 
@@ -226,7 +212,7 @@ def test_an_error_of_a_task_set_fails_the_attempt(
     monkeypatch.setattr(TaskEnv, "error", SimpleNamespace(type=type_, message="it broke"))
     environment = load("sums")
     with pytest.raises(EngineError, match=f"ended row 3 with an error: {type_}: it broke") as caught:
-        task_played(environment, rows_of(environment)[1])
+        played(environment, "2<end>", row=rows_of(environment)[1])
     assert type(caught.value) is kind
 
 
@@ -235,7 +221,7 @@ def test_an_error_of_a_task_set_fails_the_attempt(
 )
 def test_a_row_without_its_task_is_named(tasksets: ModuleType, row: dict[str, Any], words: str) -> None:
     with pytest.raises(DataFailure, match=words):
-        task_played(load("sums"), row)
+        played(load("sums"), "2<end>", row=row)
 
 
 def test_other_versions_of_verifiers_are_named(

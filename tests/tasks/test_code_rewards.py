@@ -28,6 +28,7 @@ def score(response: str, tests: Any, **arguments: Any) -> float:
     ("response", "tests", "value"),
     [
         (ADD, "assert add(1, 2) == 3", 1.0),
+        (ADD.replace("python", "Python"), "assert add(1, 2) == 3", 1.0),
         (ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], 1.0),
         (WRONG, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], 0.0),
         (ECHO, [{"input": "4\n", "output": "8\n"}, {"stdin": "0", "stdout": "0"}], 1.0),
@@ -151,10 +152,6 @@ def test_a_pass_of_an_impossible_test_is_a_forgery(
     found = score(with_checksum(code), tests)
     assert isinstance(found, Scored) and (found, found.figures["forged"]) == value
     assert ("it forged its verdict" in caplog.text) == bool(value[1])
-
-
-def test_the_language_of_a_block_may_be_in_capitals() -> None:
-    assert score(ADD.replace("```python", "```Python"), "assert add(1, 2) == 3") == 1.0
 
 
 def test_a_share_of_the_tests_can_count() -> None:

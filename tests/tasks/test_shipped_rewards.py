@@ -151,15 +151,8 @@ def test_a_schema_whose_pattern_backtracks_without_end_fails_one_call() -> None:
     reward.close()
 
 
-@pytest.mark.parametrize(
-    ("response", "unanswered", "wrong"),
-    [("I do not know", {math_verify}, set()), ("It is 4", set(), {math_verify}), ("[4]", set(), {json_schema})],
-)
-def test_no_answer_is_not_a_wrong_answer(response: str, unanswered: set[Any], wrong: set[Any]) -> None:
-    values = {
-        math_verify: value(math_verify, response, {"answer": "5"}),
-        json_schema: value(json_schema, response, schema=SCHEMA),
-    }
-    assert set(values.values()) == {0.0}
-    assert unanswered <= {reward for reward, got in values.items() if isinstance(got, NoAnswer)}
-    assert wrong <= {reward for reward, got in values.items() if not isinstance(got, NoAnswer)}
+def test_no_answer_is_not_a_wrong_answer() -> None:
+    assert isinstance(value(math_verify, "I do not know", {"answer": "5"}), NoAnswer)
+    assert not isinstance(value(math_verify, "It is 4", {"answer": "5"}), NoAnswer)
+    assert isinstance(value(json_schema, "I do not know", schema=SCHEMA), NoAnswer)
+    assert not isinstance(value(json_schema, "[4]", schema=SCHEMA), NoAnswer)
