@@ -15,12 +15,10 @@ from ray.exceptions import RayError
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, prepare_process
 from engine.actors.failures import HeartbeatActor, raised
 from engine.errors import EngineError
-from engine.gateway.agents import Agents
 from engine.gateway.gateway_server import GatewayServer
 from engine.ids import GroupId
 from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
-from engine.trajectory import Prompt, RolloutReturn
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ class GatewayActor(HeartbeatActor):
         hide_gpus()
         end_when_orphaned(plan, scheduler)
         self._plan = plan.unpack()
-        self._url = ""
 
     async def open(self) -> str:
         """Start listening. Returns the base URL for agents.
@@ -44,37 +41,29 @@ class GatewayActor(HeartbeatActor):
         prepare_process("gateway", plan.run_dir)
         if plan.make_gateway is None:
             raise EngineError("the gateway cannot start: this run has no agents")
-        parts = self._parts = await asyncio.to_thread(plan.make_gateway)
-        self._agents = Agents(parts.bounds, self._run)
-        self._server = GatewayServer(
-            self._agents, parts.chat, model=parts.model, parser=parts.parser, max_body_bytes=parts.max_body_bytes
-        )
-        self._url = await self._server.start(parts.host, parts.port)
-        log.info("agents are served at %s", self._url)
-        return self._url
+        parts = await asyncio.to_thread(plan.make_gateway)
+        self._server = GatewayServer(parts)
+        await self._server.start(parts.host, parts.port)
+        log.info("agents are served at %s", self._server.url)
+        return self._server.url
 
     async def open_group(self, work: OpenGroup, replica: Any) -> GroupOutcome:
         """See `gateway.agents.Agents.open`; `replica` is the calling rollout actor."""
-        return await self._agents.open(work, ReplicaSampler(replica))
+        return await self._server.agents.open(work, ReplicaSampler(replica))
 
     async def cut(self, group: GroupId, attempt: int, how: str) -> None:
-        self._agents.cut(group, attempt, how)
+        self._server.agents.cut(group, attempt, how)
 
     async def discard(self, groups: Sequence[GroupId]) -> None:
-        self._agents.discard(groups)
+        self._server.agents.discard(groups)
 
     async def alive(self) -> str:
         """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
-        return await self._parts.runner.failed()
+        return await self._server.runner.failed()
 
     async def close(self) -> None:
         """End every agent and stop listening."""
-        await self._agents.close()
         await self._server.close()
-        self._parts.runner.close()
-
-    async def _run(self, key: str, prompt: Prompt) -> RolloutReturn:
-        return await self._parts.runner.run(self._url, key, prompt)
 
 
 class ReplicaSampler:

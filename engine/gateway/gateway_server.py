@@ -16,7 +16,7 @@ from aiohttp import web
 
 from engine.control.http_listener import ConnectionBounds, Listener, Refused
 from engine.errors import DataFailure, describe_error
-from engine.gateway.agents import Agents
+from engine.gateway.agents import Agents, GatewayParts
 from engine.gateway.openai_format import (
     AgentRequest,
     ChatAnswer,
@@ -32,8 +32,9 @@ from engine.gateway.openai_format import (
 )
 from engine.gateway.request_fields import named_function
 from engine.gateway.sessions import AgentSession, ContextSpent, SessionOver
-from engine.rollout.agents.conversation import Call, CallHistory, Chat, chat, ids, key_of, text
-from engine.rollout.agents.tool_calls import Parser, calls_of, none, structure_of_calls
+from engine.rollout.agents.conversation import Call, CallHistory, chat, ids, key_of, text
+from engine.rollout.agents.tool_calls import calls_of, none, structure_of_calls
+from engine.trajectory import Prompt, RolloutReturn
 
 log = logging.getLogger(__name__)
 
@@ -49,22 +50,16 @@ ANY_MODEL = "model"
 
 
 class GatewayServer:
-    """Serves the agents of `agents`. `parser` finds tool calls in answers; request bodies have at most
-    `max_body_bytes`."""
+    """Runs the agents of a run, and serves them."""
 
-    def __init__(
-        self,
-        agents: Agents,
-        chat: Chat,
-        *,
-        model: str,
-        parser: Parser,
-        max_body_bytes: int,
-    ) -> None:
-        self._agents = agents
-        self._chat = chat
-        self._model = model
-        self._parser = parser
+    def __init__(self, parts: GatewayParts) -> None:
+        self.runner = parts.runner
+        self.agents = Agents(parts.bounds, self._launch)
+        self.url = ""
+        """The base URL for agents."""
+        self._chat = parts.chat
+        self._model = parts.model
+        self._parser = parts.parser
         self._answered = count(1)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
@@ -72,17 +67,23 @@ class GatewayServer:
             "/v1/completions": ("POST", self._completions),
         }
         most = min(CONNECTIONS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        bounds = ConnectionBounds(connections=most, head_s=HEAD_S, body_s=BODY_S, body_bytes=max_body_bytes)
+        bounds = ConnectionBounds(connections=most, head_s=HEAD_S, body_s=BODY_S, body_bytes=parts.max_body_bytes)
         self._listener = Listener(self._speak_openai, _refusal, bounds, cancels=True)
 
-    async def start(self, host: str, port: int) -> str:
-        """Start listening. Returns the base URL for agents. Raises: OSError if the port is in use."""
+    async def start(self, host: str, port: int) -> None:
+        """Start listening. Raises: OSError if the port is in use."""
         address = await self._listener.start(host, port)
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        return f"http://{shown}:{address[1]}/v1"
+        self.url = f"http://{shown}:{address[1]}/v1"
 
     async def close(self) -> None:
+        """End every agent and stop listening."""
+        await self.agents.close()
         await self._listener.close()
+        self.runner.close()
+
+    async def _launch(self, key: str, prompt: Prompt) -> RolloutReturn:
+        return await self.runner.run(self.url, key, prompt)
 
     # routes
 
@@ -208,7 +209,7 @@ class GatewayServer:
 
     def _session(self, request: web.BaseRequest) -> AgentSession:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._agents.session(key.strip()) if scheme.lower() == "bearer" else None
+        session = self.agents.session(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
             raise RequestError(401, "the key does not belong to a running agent", code="invalid_api_key")
         return session

@@ -15,7 +15,6 @@ from engine.config import Config
 from engine.config.dry_run import MADE_ANSWER
 from engine.config.prompts import load_tokenizer, stop_ids_of
 from engine.errors import ConfigError, EngineError, counted, message_of
-from engine.gateway.agents import Agents
 from engine.gateway.gateway_server import GatewayServer
 from engine.ids import Version
 from engine.plans.rollouts import check_agent, make_gateway, make_generator
@@ -24,7 +23,7 @@ from engine.rollout.agents.agent_generator import AgentCall, OpenGroup
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
 from engine.rollout.generator import TRAINING, Way
 from engine.rollout.scoring import Grader
-from engine.trajectory import Prompt, RolloutReturn, Span
+from engine.trajectory import Prompt, Span
 
 LONGEST_S = 30.0
 """Maximum seconds of a rehearsal."""
@@ -112,23 +111,12 @@ async def _bounded(run: Coroutine[Any, Any, None]) -> None:
 
 
 async def _on_gateway(config: Config, path: str, model: ScriptedModel, prompt: Prompt) -> None:
-    parts = make_gateway(config, path, partial(stop_ids_of, chat=config.data.chat_settings()))
-    url = ""
-
-    async def launch(key: str, prompt: Prompt) -> RolloutReturn:
-        return await parts.runner.run(url, key, prompt)
-
-    agents = Agents(parts.bounds, launch)
-    server = GatewayServer(
-        agents, parts.chat, model=parts.model, parser=parts.parser, max_body_bytes=parts.max_body_bytes
-    )
-    url = await server.start("127.0.0.1", 0)
+    server = GatewayServer(make_gateway(config, path, partial(stop_ids_of, chat=config.data.chat_settings())))
+    await server.start("127.0.0.1", 0)
     try:
-        await agents.open(OpenGroup(group=0, attempt=1, prompt=prompt, samples=1, version=0), model)
+        await server.agents.open(OpenGroup(group=0, attempt=1, prompt=prompt, samples=1, version=0), model)
     finally:
-        await agents.close()
         await server.close()
-        parts.runner.close()
 
 
 async def _in_python(generator: Generator, prompt: Prompt) -> None:

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from engine.gateway.agents import Agents
+from engine.gateway.agents import Agents, GatewayParts
 from engine.gateway.gateway_server import GatewayServer
 from engine.gateway.sessions import SessionBounds
 from engine.protocols import Generated, GroupWork
@@ -169,14 +169,13 @@ class Rig:
         self.tokens = tokenizer(template)
         self.backends = backends or (TorchBackend(model(), rows=8),)
         limits = SessionBounds(max_tokens=max_tokens, context=CONTEXT, timeout_s=timeout_s, forced_calls=forced_calls)
-        self.agents = Agents(limits, self._launch)
-        self.server = GatewayServer(
-            self.agents,
-            Chat(self.tokens, [1]),
-            model="tiny",
-            parser=PARSERS[parser] if isinstance(parser, str) else parser,
+        found = PARSERS[parser] if isinstance(parser, str) else parser
+        parts = GatewayParts(
+            chat=Chat(self.tokens, [1]), runner=self, bounds=limits, model="tiny", parser=found,
             max_body_bytes=max_body_bytes,
-        )
+        )  # fmt: skip
+        self.server = GatewayServer(parts)
+        self.agents = self.server.agents
         self.generators = [
             AgentGenerator(backend, ways(Grader(self.tokens, reward), max_tokens), seed=7) for backend in self.backends
         ]
@@ -185,9 +184,17 @@ class Rig:
             generator.connect(line)
         self.agent = agent
         self.keys: list[str] = []
-        self.url = ""
 
-    async def _launch(self, key: str, prompt: Prompt) -> float | None:
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    async def failed(self) -> str:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
         self.keys.append(key)
         async with self.client(key) as client:
             return await self.agent(client, prompt)
@@ -196,11 +203,10 @@ class Rig:
         return AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0)
 
     async def __aenter__(self) -> "Rig":
-        self.url = await self.server.start("127.0.0.1", 0)
+        await self.server.start("127.0.0.1", 0)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        await self.agents.close()
         await self.server.close()
         for generator in self.generators:
             await generator.close()
