@@ -20,6 +20,7 @@ from engine.scheduling.settings import (
     changed_limits,
     changed_policies,
     check_setting,
+    how_to_train_more,
     require_time_for_rewards,
 )
 from engine.states.limits import Limits
@@ -109,8 +110,8 @@ def decide(
     if isinstance(operation, Look):
         return ()
     if outcome is not None:
-        more = " and a larger run.max_steps" if outcome.outcome == "finished" else ""
-        fix = f"resume it with `engine resume`{more}"
+        finished = outcome.outcome == "finished"
+        fix = how_to_train_more(scheduler.state) if finished else "resume it with `engine resume`"
         raise ConfigError("RUN", outcome.outcome, f"the run has ended: {outcome.reason}", fix)
     if isinstance(operation, Stop):
         return (StopRequested(reason=operation.reason),)

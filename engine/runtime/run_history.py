@@ -21,7 +21,7 @@ from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.segment_log import Torn, has_segments
 from engine.runtime.plan import Plan, Redo, Restore
-from engine.scheduling.settings import MAX_STEPS, changed_limits
+from engine.scheduling.settings import MAX_STEPS, changed_limits, how_to_train_more
 from engine.states.machine import Phase
 from engine.storage.checkpoints import (
     checkpoint_path,
@@ -248,7 +248,7 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
             (outcome.outcome == "finished" and not _extends(plan.settings, recovered))
             or (plan.again and not outcome.again)
         ):
-            raise _finished(plan.run_dir, outcome)
+            raise _finished(plan.run_dir, outcome, recovered)
         end_earlier(plan.run_dir)
         return _prepared(plan, recovered, lock, rows)
     except BaseException:
@@ -263,12 +263,14 @@ def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, mi
     """
     record = read(run_dir / "schedule", missing_end=missing_end)
     outcome = record.outcome()
-    if outcome is not None and outcome.outcome == "finished" and not _extends(settings, recover(record)):
-        raise _finished(run_dir, outcome)
+    if outcome is not None and outcome.outcome == "finished":
+        recovered = recover(record)
+        if not _extends(settings, recovered):
+            raise _finished(run_dir, outcome, recovered)
 
 
-def _finished(run_dir: Path, outcome: FinishRun) -> RunFinished:
-    fix = "to train more steps, resume it with a larger run.max_steps"
+def _finished(run_dir: Path, outcome: FinishRun, recovered: Recovered) -> RunFinished:
+    fix = how_to_train_more(recovered.scheduler.state)
     return RunFinished("RUN", str(run_dir), f"has finished ({outcome.reason})", fix)
 
 

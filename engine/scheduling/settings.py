@@ -14,10 +14,18 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.policies.registry import DEFAULTS, PolicySet
 from engine.states.limits import Limits
+from engine.states.state import State
 from engine.states.timeouts import AUTO, KINDS, Limit, Timeouts
 
 POLICIES = "scheduler.policies."
 MAX_STEPS = "run.max_steps"
+
+
+def how_to_train_more(state: State, setting: str = MAX_STEPS) -> str:
+    """What to do for more train steps than a finished run has."""
+    if state.no_more_prompts:
+        return "its prompts are used up; to train more steps, begin a run with its exported weights and more prompts"
+    return f"to train more steps, resume it with a larger {setting}"
 
 
 def _number(text: str) -> float:

@@ -35,6 +35,7 @@ from engine.errors import ConfigError
 from engine.events import DrainRequested, ProcessLost, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.record.files import RecordLock
 from engine.states.limits import Limits, Pool, ValidationLimits
+from tests.core.scripted import Scripted
 
 Capture = pytest.CaptureFixture[str]
 
@@ -185,6 +186,20 @@ def test_a_run_that_is_over_takes_no_orders(rig: Rig) -> None:
     assert said == "RUN is 'stopped': the run has ended: enough; resume it with `engine resume`"
     assert post(rig, {"operation": "state"}).status_code == 200
     assert rig.events == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "fix"),
+    [
+        ({"max_steps": 1}, "resume it with a larger run.max_steps"),
+        ({"prompts": 2}, "begin a run with its exported weights and more prompts"),
+    ],
+)
+def test_a_finished_run_says_how_to_train_more(figures: dict[str, int], fix: str) -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, **figures)
+    run.train_on(*run.running())
+    with pytest.raises(ConfigError, match=fix):
+        decide(Scale(replicas=2), run.scheduler, 8)
 
 
 def test_replicas_that_others_count_on_are_not_scaled() -> None:

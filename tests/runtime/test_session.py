@@ -156,7 +156,7 @@ def test_it_continues_from_wherever_its_program_died(
     loop.session.close()
     directory = killed
     if loop.session.outcome is not None and loop.session.outcome.outcome == "finished":
-        with pytest.raises(RunFinished, match="give a larger max_steps"):
+        with pytest.raises(RunFinished, match="resume it with a larger max_steps"):
             Session.resume(directory)
         again = Loop(Session.resume, directory=directory, max_steps=6)
     else:

@@ -33,7 +33,7 @@ from engine.runtime.driver import MOST_EVENTS, Driver
 from engine.runtime.local.arguments import check_arguments
 from engine.runtime.local.facts import IllegalFact, check_fact, due_at
 from engine.scheduling.scheduler import ALONE, Scheduler
-from engine.scheduling.settings import MAX_STEPS
+from engine.scheduling.settings import MAX_STEPS, how_to_train_more
 from engine.states.limits import Limits
 from engine.states.view import View
 from engine.version import __version__
@@ -183,11 +183,8 @@ class Session:
             if state.ending.outcome is not None and state.ending.outcome.outcome == "finished":
                 more = max_steps is not None and max_steps > state.training.steps_trained and not state.no_more_prompts
                 if not more:
-                    law, fix = (
-                        f"has finished ({state.ending.outcome.reason})",
-                        "to train more steps, give a larger max_steps",
-                    )
-                    raise RunFinished("directory", str(directory), law, fix)
+                    law = f"has finished ({state.ending.outcome.reason})"
+                    raise RunFinished("directory", str(directory), law, how_to_train_more(state, "max_steps"))
             begin_at = _steps_of(recovered, steps)
             wanted = sum(replica.process.wanted for replica in state.replicas.rollouts) or 1
             if replicas is not None and replicas != wanted:
