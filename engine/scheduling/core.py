@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.ids import Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.issued_commands import Orders
 from engine.states.state import State
@@ -14,3 +15,6 @@ class Core:
     state: State
     orders: Orders
     decisions: Decisions
+    searched: tuple[Version, list[int]] | None = None
+    """The newest version of an idle replica and the newest order of each slow one, at the last search that found room
+    for all groups to move: it need not be repeated before one of these changes."""

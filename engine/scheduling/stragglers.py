@@ -6,6 +6,7 @@ attempt; the group continues from its prefixes.
 """
 
 from engine.commands import ParkGroup, ResumeGroup
+from engine.ids import NO_VERSION
 from engine.scheduling.core import Core
 from engine.states.group import Group
 from engine.states.orders import Order
@@ -33,7 +34,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     factor = state.limits.straggler_factor
     if factor is None or state.ending.draining:
         return
-    if state.groups.waiting and state.capacity:
+    if replicas.newest_version == NO_VERSION or (state.groups.waiting and state.capacity):
         return
     slow = replicas.slow(factor)
     idle = replicas.idle(slow) if slow else []
@@ -43,7 +44,12 @@ def move_groups_off_slow_replicas(core: Core) -> None:
         return
     newest = max(replica.version for replica in idle)
     ready = [replica for replica in slow if replica.state == "ready" and not replica.process.leaves]
+    newest_orders = [[*running.values()][-1].number for one in ready if (running := replicas.running(one))]
+    if core.searched == (newest, newest_orders):
+        return  # no group there can be moved that could not be moved before
     groups = [(state.groups.live[id], replica) for replica in ready for id in replicas.running(replica)]
     movable = [(g, r) for g, r in groups if g.id not in parking and not g.rare.moved and g.resumes_from <= newest]
+    if len(movable) <= room:
+        core.searched = (newest, newest_orders)
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
         core.orders.add(ParkGroup(**replica.address_of(group)))
