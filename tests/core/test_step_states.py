@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from engine import policies
-from engine.commands import InspectStep, PublishWeights, StageWeights, StartProcess, TrainStep
+from engine.commands import EnterState, InspectStep, PublishWeights, StageWeights, StartProcess, StopProcess, TrainStep
 from engine.errors import ConfigError
-from engine.events import ProcessLost, ProcessUp, RunResumed, StepInspected
+from engine.events import ProcessLost, ProcessUp, RunResumed, StateLeft, StepInspected
 from engine.ids import NO_VERSION
 from engine.states.step import STEP, step_table
+from engine.states.timeouts import Timeouts
+from tests.core.added_states import CHECKING
 from tests.core.agents import inspection_answer
 from tests.core.scripted import Scripted
 
@@ -114,6 +116,24 @@ def test_an_inspection_is_ordered_again_if_its_process_is_lost() -> None:
     run.tell(ProcessLost(kind="added states", index=0, incarnation=1, reason="killed"))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     assert run.state.training.steps[0].failures == 1
+
+
+def test_an_inspection_of_weights_is_not_charged_if_its_process_hangs_over_a_group() -> None:
+    limits = Timeouts.every(None, stage_s=50.0)
+    run = small(WEIGHTS, CHECKING, timeouts=limits, max_staleness_steps=2, max_concurrent_groups=3)
+    run.finish(0)
+    work = {"state": CHECKING.name, "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+    run.tell(StateLeft(group=0, attempt=run.ordered(EnterState)[-1].attempt, **work))
+    run.finish(1)
+    run.wait(30.0)
+    run.train()
+    run.publish()
+    run.wait(22.0)
+    (stop,) = run.ordered(StopProcess)
+    run.tell(ProcessLost(kind="added states", index=0, incarnation=1, reason=stop.reason))
+    assert [attempt for *_, attempt in orders(run)] == [1, 2]
+    assert run.state.training.publish_failures == 0
+    assert run.state.groups.live[1].rare.infrastructure_failures == 1
 
 
 def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:
