@@ -4,9 +4,8 @@ They share no code with the scheduler and its state; of `Limits` they read only 
 and never judge. An event about an attempt or a life that has ended is no fact and changes nothing.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -67,14 +66,6 @@ def _shared(event: type[e.Event], order: type[c.Command]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Charges:
-    """Failed attempts. No fact says which orders of a hung process were overdue, so some may not be charged."""
-
-    sure: int = 0
-    most: int = 0
-
-
-@dataclass(slots=True)
 class GroupBook:
     """A group that was started, and is neither trained nor discarded."""
 
@@ -82,15 +73,14 @@ class GroupBook:
     admitted_at: float
     bound: int
     """S at its admission."""
-    charges: dict[str, Charges] = field(default_factory=lambda: {"infrastructure": Charges(), "data": Charges()})
     oldest: Version = NO_VERSION
     newest: Version = NO_VERSION
     """Versions of its stored tokens."""
     ready: bool = False
     moved: bool = False
     truncated: bool = False
-    began_at: float = 0.0
-    """When its newest attempt was ordered."""
+    failed: bool = False
+    """An attempt failed, exceeded its limit or was lost with its process, or what was stored of it is lost."""
     mark: float = 0.0
     """Work time of its replica when its attempt began or reported progress last."""
 
@@ -112,8 +102,6 @@ class ProcessBook:
     """Starts in a row that failed, with no train step between them."""
     trained: StepId = 0
     """Train steps when its last life ended."""
-    probed: bool = False
-    """An order of this life was overdue."""
     loads: Version = NO_VERSION
     """Published version with which a trainer starts."""
     version: Version = 0
@@ -160,16 +148,6 @@ class RunBooks:
         self.processes: dict[tuple[str, int], ProcessBook] = {}
         self.drawn = 0
         self.groups: dict[GroupId, GroupBook] = {}
-        self.requeued: dict[GroupId, dict[str, Charges]] = {}
-        """Charges of groups that a resume queued again."""
-        self.hangs: Counter[GroupId] = Counter()
-        """Attempts of a group that exceeded their time limit since it was generated."""
-        self.staged_at: dict[GroupId, float] = {}
-        """When the newest work of an added state on a group was ordered."""
-        self.may_have_hung: set[GroupId] = set()
-        """Groups whose work before generation, which a branch of the run ended, may have exceeded its limit."""
-        self.generated_at = 0.0
-        """When a group was generated last."""
         self.discarded: dict[GroupId, StepId] = {}
         """Groups, and the train steps when they were discarded."""
         self.batches: dict[StepId, tuple[GroupId, ...]] = {}
@@ -178,8 +156,6 @@ class RunBooks:
         """Trained steps whose batch is not discarded."""
         self.updates: list[int] = []
         """Optimizer updates of each trained step."""
-        self.failures: dict[object, Charges] = {}
-        """Charges of steps, by id, and of the next publication."""
         self.steps_in: dict[Version, StepId] = {0: 0}
         self.stored: set[Version] = {0}
         """Versions in the weights store."""
@@ -197,11 +173,6 @@ class RunBooks:
 
     def begin_tick(self) -> None:
         self.facts: list[e.Event] = []
-        self.spent: set[object] = set()
-        """Groups, steps and publications that used up their attempts in this tick, and those that may have."""
-        self.may_be_spent: set[object] = set()
-        self.lost_with_process: list[Charges] = []
-        """What a lost trainer or process of added states costs an attempt, unless its loss ends the run."""
 
     def knows(self, *kinds: type[e.Event]) -> bool:
         """Whether a fact of this tick is of one of these kinds."""
@@ -292,17 +263,12 @@ class RunBooks:
                 self._learn_of_group(event, orders)
             case e.OrderProgressed():
                 self._learn_of_progress(orders[0])
-            case e.StateLeft():
-                self.may_have_hung.discard(event.group)
-                if event.state not in self.limits.states_at(QUEUED):
-                    self.groups[event.group].ready = True
+            case e.StateLeft() if event.state not in self.limits.states_at(QUEUED):
+                self.groups[event.group].ready = True
             case e.StateFailed():
-                self._charge_group(event.group, event.cause, sure=not self._may_be_overdue(event.group))
+                self._fail(event.group)
             case e.StepInspected() if event.version != NO_VERSION:
                 self.inspected = None
-                self.failures.pop("publication", None)
-            case e.InspectionFailed():
-                self._charge(event.step if event.version == NO_VERSION else "publication")
             case e.PromptsDrawn():
                 self.drawn = max(self.drawn, event.first + event.count)
             case e.WeightsInstalled() | e.SyncFailed():
@@ -314,12 +280,8 @@ class RunBooks:
                 self.unread.add(event.step)
                 for id in self.batches[event.step]:
                     self.groups.pop(id, None)
-            case e.StepFailed():
-                self._charge(event.step)
             case e.WeightsPublished():
                 self._publish(event.version)
-            case e.PublishFailed():
-                self._charge("publication")
             case e.CheckpointSaved():
                 self._save(event.steps)
             case e.CheckpointDamaged():
@@ -359,19 +321,15 @@ class RunBooks:
         if isinstance(event, e.PrefixStored):
             group.mark = replica.work_time(self.now)
         elif isinstance(event, e.GroupGenerated):
-            group.ready, self.generated_at = True, self.now
-            self.hangs.pop(event.group, None)
-            self.may_have_hung.discard(event.group)
+            group.ready = True
         elif isinstance(event, e.GroupFailed):
             if event.cause == "data":
                 group.forget_tokens()
-            self._charge_group(event.group, event.cause)
+            group.failed = True
         elif parks and not parks[0].reason:
             group.moved = True
-        elif parks:
-            self._charge_hang(event.group)
-        elif not replica.pause:  # its replica aborted it unasked
-            self._charge_group(event.group, "infrastructure")
+        else:
+            group.failed |= bool(parks) or not replica.pause  # overdue, or its replica aborted it unasked
 
     def _learn_of_progress(self, order: Any) -> None:
         if isinstance(order, c.StartGroup | c.ResumeGroup):
@@ -382,7 +340,6 @@ class RunBooks:
     def _publish(self, version: Version) -> None:
         self.steps_in[version] = self.trained
         self.stored.add(version)
-        self.failures.pop("publication", None)
         self.resumed = False
 
     def _save(self, steps: StepId) -> None:
@@ -395,57 +352,10 @@ class RunBooks:
         for deleted in [deleted for (deleted,) in self.open["delete"] if deleted not in self.surplus]:
             del self.open["delete"][deleted,]
 
-    # attempts
-
-    def _charge_group(self, id: GroupId, cause: str, *, sure: bool = True) -> Charges:
-        budget = self.limits.data_attempts if cause == "data" else self.limits.infrastructure_attempts
-        return self._add(("group", id), self._charges_of(id)[cause], budget, sure)
-
-    def _charges_of(self, id: GroupId) -> dict[str, Charges]:
-        """Of a group that was started, or that is in a state before generation."""
+    def _fail(self, id: GroupId) -> None:
+        """An attempt of a group failed, if it was started."""
         if id in self.groups:
-            return self.groups[id].charges
-        return self.requeued.setdefault(id, {"infrastructure": Charges(), "data": Charges()})
-
-    def _charge_hang(self, id: GroupId) -> None:
-        """A group exceeded its time limit. Its prompt is to blame if it did so before, and other groups were generated
-        during this attempt; otherwise a machine may be. No fact says whether a truncated group exceeded its own limit
-        or that of its truncation, which does not count as a hang."""
-        group, maybe = self.groups[id], id in self.may_have_hung
-        again = self.hangs[id] + maybe > 1 and self.generated_at > group.began_at
-        sure = not (again and (group.truncated or maybe))
-        if again:
-            self._charge_group(id, "data", sure=sure)
-        if not again or not sure:
-            self._charge_group(id, "infrastructure", sure=sure)
-
-    def _charge(self, what: object, *, sure: bool = True) -> Charges:
-        """A step or a publication failed."""
-        charges = self.failures.setdefault(what, Charges())
-        return self._add(what, charges, self.limits.infrastructure_attempts, sure)
-
-    def _charge_overdue(self, command: c.EnterState | c.InspectStep) -> None:
-        """The work of an added state is ordered again while it is open: it exceeded its time limit."""
-        if isinstance(command, c.EnterState) and (command.group,) in self.open["stage"]:
-            self._charge_group(command.group, "infrastructure")
-        elif isinstance(command, c.InspectStep) and (command.version, command.step) in self.open["inspect"]:
-            self._charge(command.step if command.version == NO_VERSION else "publication")
-
-    def _may_be_overdue(self, id: GroupId) -> bool:
-        """Whether the work of an added state on a group may have exceeded its limit, and so may have been withdrawn."""
-        timeouts: Any = self.limits.timeouts
-        own = timeouts.floor_s if timeouts.stage_s == "auto" else timeouts.stage_s
-        limits = [limit_s for limit_s in (own, timeouts.max_s) if limit_s is not None]
-        return bool(limits) and self.now - self.staged_at[id] >= min(limits) - SLACK_S
-
-    def _add(self, what: object, charges: Charges, budget: int, sure: bool) -> Charges:
-        charges.sure += sure
-        charges.most += 1
-        if sure and charges.sure >= budget:
-            self.spent.add(what)
-        if charges.most >= budget:
-            self.may_be_spent.add(what)
-        return charges
+            self.groups[id].failed = True
 
     # processes
 
@@ -470,7 +380,7 @@ class RunBooks:
         if event.kind == "trainer" and not comes_up:
             self._learn_of_lost_reports(event)
         if process.stage in ("up", "stopping") or not comes_up:
-            self._lose_work(event.kind, event.index, sure=not process.probed)
+            self._lose_work(event.kind, event.index)
         failed = process.stage == "starting" and not comes_up and not process.leaves
         again = process.stillborn if process.trained == self.trained else 0
         self.processes[event.kind, event.index] = ProcessBook(
@@ -490,38 +400,29 @@ class RunBooks:
         for steps in [steps for (steps,) in self.open["save"] if steps in event.saved]:
             self._save(steps)
 
-    def _lose_work(self, kind: str, index: int, *, sure: bool, hung: bool = False) -> None:
-        """The orders of a lost process fail. Of the groups of a hung replica, only those that were overdue do."""
+    def _lose_work(self, kind: str, index: int) -> None:
+        """The orders of a lost process end."""
         if kind == "replica":
             for order in [order for order in self.open["generate"].values() if order.replica == index]:
-                park = self.open["park"].pop((order.group,), None)
+                self.open["park"].pop((order.group,), None)
                 del self.open["generate"][order.group,]
-                if park is not None and park.reason:
-                    self._charge_hang(order.group)
-                elif not hung:
-                    self._charge_group(order.group, "infrastructure", sure=sure)
+                self._fail(order.group)
             self.open["sync"].pop((index,), None)
         elif kind == "added states":
-            lost = [self._charge_group(id, "infrastructure", sure=sure) for (id,) in self.open["stage"]]
+            for (id,) in self.open["stage"]:
+                self._fail(id)
             self.open["stage"].clear()
-            for version, step in self.open["inspect"]:
-                lost.append(self._charge(step if version == NO_VERSION else "publication", sure=sure))
             self.open["inspect"].clear()
-            self.lost_with_process += lost * sure
         elif kind in ("trainer", "scorer"):
             apart = [task for tasks in self._scorers for task in tasks]
             mine = self._scorers[index] if kind == "scorer" else {*self.limits.scoring_tasks} - {*apart}
             steps = {step for step, task in self.open["score"] if task in mine}
             if kind == "trainer":
                 steps |= {step for (step,) in self.open["train"]}
-                for _ in self.open["publish"]:
-                    self.lost_with_process += [self._charge("publication", sure=sure)] * sure
                 for work in ("train", "publish", "save", "delete"):
                     self.open[work].clear()
                 for key in [key for key in self.open["inspect"] if key[0] == NO_VERSION]:
                     del self.open["inspect"][key]
-            for step in steps:
-                self.lost_with_process += [self._charge(step, sure=sure)] * (sure and kind == "trainer")
             self.open["score"] = {key: order for key, order in self.open["score"].items() if key[0] not in steps}
 
     # a resume
@@ -529,8 +430,6 @@ class RunBooks:
     def _resume(self, event: e.RunResumed) -> None:
         """Enter a resume: nothing runs, and the store has no weights."""
         self.over, self.drain, self.resumed = False, None, True
-        if not event.kept:
-            self.may_have_hung.update(id for (id,) in self.open["stage"])
         for orders in self.open.values():
             orders.clear()
         for (kind, index), process in self.processes.items():
@@ -540,7 +439,6 @@ class RunBooks:
         if self.inspected is not None:
             del self.steps_in[self.inspected]
             self.inspected = None
-        self.failures.pop("publication", None)
         if not event.kept:
             self._branch(event.steps)
         elif event.checkpoint:
@@ -549,19 +447,12 @@ class RunBooks:
             if id in self.groups:
                 self.groups[id].forget_tokens()
                 self.groups[id].ready = False
-                if self.limits.states_at(QUEUED):  # what was stored of it may have been its prompt
-                    self.may_be_spent.add(("group", id))
-        for charges in self.failures.values():
-            attempts = self.limits.infrastructure_attempts
-            if charges.most >= attempts:  # they may have ended the run: the step has all its attempts again
-                charges.sure, charges.most = 0, 0 if charges.sure >= attempts else charges.most
+                self.groups[id].failed = True
         self._launch()
 
     def _branch(self, steps: StepId) -> None:
         """The weights go back: every group that they do not contain is queued again."""
-        self.requeued |= {id: group.charges for id, group in self.groups.items()}
         self.groups.clear()
-        self.failures.clear()
         self.gated.clear()
         self.unread.clear()
         self.taken = {id: step for id, step in self.taken.items() if step < steps}
@@ -576,8 +467,8 @@ class RunBooks:
 
     def enter(self, command: Any) -> None:
         """Enter a command."""
-        if isinstance(command, c.EnterState | c.InspectStep):
-            self._charge_overdue(command)
+        if isinstance(command, c.EnterState) and (command.group,) in self.open["stage"]:
+            self._fail(command.group)  # its work exceeded its time limit
         if type(command) in WORK:
             work, *names = WORK[type(command)]
             self.open[work][tuple(getattr(command, name) for name in names)] = command
@@ -588,14 +479,8 @@ class RunBooks:
                 replica = self.process("replica", command.replica)
                 if command.group not in self.groups:
                     group = GroupBook(replica.version, self.now, self.limits.max_staleness_steps)
-                    group.charges = self.requeued.pop(command.group, group.charges)
                     self.groups[command.group] = group
-                self.groups[command.group].began_at = self.now
                 self.groups[command.group].mark = replica.work_time(self.now)
-            case c.EnterState():
-                self.staged_at[command.group] = self.now
-            case c.ParkGroup():
-                self.hangs[command.group] += bool(command.reason)
             case c.AbortGroup():
                 self.open["generate"].pop((command.group,), None)
                 self.open["park"].pop((command.group,), None)
@@ -605,9 +490,6 @@ class RunBooks:
                 for id in command.groups:
                     self.discarded[id] = self.trained
                     self.groups.pop(id, None)
-                    self.requeued.pop(id, None)
-                    self.hangs.pop(id, None)
-                    self.staged_at.pop(id, None)
                     self.open["stage"].pop((id,), None)
                 self.unread = {step for step in self.unread if not self.discarded.keys() >= {*self.batches[step]}}
             case c.ScoreBatch() | c.TrainStep():
@@ -623,14 +505,8 @@ class RunBooks:
                 self._enter_sync(command, self.process("replica", command.replica))
             case c.StartProcess() | c.StopProcess():
                 self._enter_life(command, self.process(command.kind, command.index))
-            case c.ProbeProcess():
-                for name in command.chain.split(", "):
-                    kind, _, index = name.rpartition(" ")
-                    self.process(*((kind, int(index)) if index.isdigit() else (name, 0))).probed = True
             case c.FinishRun():
                 self.over = True
-                for charges in self.lost_with_process:
-                    charges.sure -= 1
 
     def _enter_sync(self, command: Any, replica: ProcessBook) -> None:
         if isinstance(command, c.StageWeights):
@@ -650,14 +526,12 @@ class RunBooks:
         if isinstance(command, c.StartProcess):
             if command.incarnation != process.life:  # otherwise this tick heard that the life is up
                 process.life, process.stage, process.loads = command.incarnation, "starting", command.version
-            process.excused = process.probed = False
+            process.excused = False
             if not self.loses(command.kind, command.index):
                 process.stillborn = 0
             return
         process.excused |= process.leaves
         process.stage = "stopping"
-        if command.kind != "replica":
-            process.probed |= command.hung
-        else:
-            self._lose_work("replica", command.index, sure=not process.probed, hung=command.hung)
+        if command.kind == "replica":
+            self._lose_work("replica", command.index)
             process.staged, process.pause = None, ""

@@ -61,7 +61,7 @@ class RunLedger:
             self.books.enter(command)
         if self.end is None:
             self.owes_the_end_of_what_is_refused()
-            self.owes_the_end_of_spent_attempts(commands)
+            self.owes_the_discard_of_aborted_groups(commands)
             self.owes_a_version_and_a_checkpoint()
             if not all(isinstance(fact, GROUP_FACTS) for fact in self.books.facts):
                 self.owes_room()
@@ -152,13 +152,7 @@ class RunLedger:
         filtered = group.ready and books.policies.get("filter", "none") != "none"
         empty = group.truncated and group.newest == NO_VERSION
         late = (id,) in books.open["stage"] and books.knows(e.TimerFired)
-        spent = ("group", id) in books.may_be_spent or not self._counts_attempts
-        return spent or filtered or empty or late or books.limits.over_sample > 0 or self._has_waited(id)
-
-    @property
-    def _counts_attempts(self) -> bool:
-        """Whether the retry policy is the built-in one."""
-        return self.books.policies.get("retry", "budgets") == "budgets"
+        return group.failed or filtered or empty or late or books.limits.over_sample > 0 or self._has_waited(id)
 
     # train steps
 
@@ -324,12 +318,6 @@ class RunLedger:
     def _is_saved(self) -> bool:
         return not self.books.limits.checkpoint_every or self.books.trained in {0, *self.books.saved}
 
-    def fails_when_attempts_are_spent(self, command: c.FinishRun) -> None:
-        """A failed step or publication ends the run only if it was the last attempt."""
-        facts, failures = self.books.facts, e.StepFailed | e.PublishFailed | e.InspectionFailed
-        if command.outcome == "failed" and facts and all(isinstance(x, failures) for x in facts):
-            self._expect(bool(self.books.may_be_spent), "the run fails although attempts are left", command)
-
     # commands that a tick must have given
 
     def owes_the_end_of_what_is_refused(self) -> None:
@@ -337,12 +325,8 @@ class RunLedger:
         refused = [fact for fact in self.books.facts if isinstance(fact, e.StepInspected) and fact.refused]
         self._expect(not refused, "the run continues with what was refused", refused)
 
-    def owes_the_end_of_spent_attempts(self, commands: Sequence[c.Command]) -> None:
-        """Work without attempts left ends, and aborted groups are discarded."""
-        books = self.books
-        left = [what for what in books.spent if not (isinstance(what, tuple) and what[1] in books.discarded)]
-        self._expect(not left or not self._counts_attempts, f"{left} must end")
-        aborted = [x.group for x in commands if isinstance(x, c.AbortGroup) and x.group not in books.discarded]
+    def owes_the_discard_of_aborted_groups(self, commands: Sequence[c.Command]) -> None:
+        aborted = [x.group for x in commands if isinstance(x, c.AbortGroup) and x.group not in self.books.discarded]
         self._expect(not aborted, f"groups {aborted} are aborted, but not discarded")
 
     def owes_a_version_and_a_checkpoint(self) -> None:
@@ -387,9 +371,6 @@ LAWS: dict[type[c.Command], tuple[Law, ...]] = {
     c.DeleteCheckpoint: (RunLedger.deletes_what_is_not_kept,),
     c.ProbeProcess: (RunLedger.probes_only_what_is_late,),
     c.StartProcess: (RunLedger.begins_where_no_step_is_lost, RunLedger.waits_after_a_failed_start),
-    c.FinishRun: (
-        RunLedger.finishes_with_everything_done, RunLedger.drains_to_a_checkpoint,
-        RunLedger.fails_when_attempts_are_spent,
-    ),
+    c.FinishRun: (RunLedger.finishes_with_everything_done, RunLedger.drains_to_a_checkpoint),
 }  # fmt: skip
 """The laws about each command, which are judged before it is entered."""

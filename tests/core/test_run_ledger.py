@@ -13,7 +13,6 @@ from engine.commands import (
     DeleteCheckpoint,
     DiscardGroups,
     EnterState,
-    FinishRun,
     InspectStep,
     ParkGroup,
     PauseReplica,
@@ -37,7 +36,6 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    InspectionFailed,
     OrderProgressed,
     ProcessLost,
     ProcessProbed,
@@ -47,7 +45,6 @@ from engine.events import (
     RunResumed,
     RunStarted,
     StateFailed,
-    StepFailed,
     StepTrained,
     TimerFired,
     WeightsInstalled,
@@ -62,7 +59,7 @@ from engine.simulation.run_ledger import Finding, RunLedger
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
-from tests.core.added_states import CHECKING, FETCHING, GATING
+from tests.core.added_states import CHECKING, GATING
 
 Frame = tuple[Event, tuple[Command, ...]]
 Forge = Callable[[list[Frame]], list[Frame]]
@@ -166,10 +163,6 @@ def repeats(order: StartProcess) -> bool:
     return len(order.redo) > 0
 
 
-def fails(*, outcome: str = "failed", reason: str = "") -> Callable[[Any], Command]:
-    return lambda found: FinishRun(outcome=outcome, reason=reason, cause=0)
-
-
 def staler(order: TrainStep) -> TrainStep:
     return replace(order, staleness=tuple(number + 1 for number in order.staleness))
 
@@ -232,9 +225,6 @@ FORGERIES: dict[str, tuple[str, Forge, str]] = {
         "rough", with_another(PauseReplica, lambda order: replace(order, mode="wait")), "cut short for no reason"
     ),
     "a batch leaks": ("rough", without(DiscardGroups, lambda order: len(order.groups) > 1), "never discarded"),
-    "a group that was given up leaks": (
-        "rough", without(DiscardGroups, lambda order: len(order.groups) == 1), "must end"
-    ),
     "a kept batch leaks": ("kept", without(DiscardGroups, lambda order: len(order.groups) > 1), "never discarded"),
     "a kept batch is discarded early": (
         "kept", then(StepTrained, lambda event: DiscardGroups(groups=batches_of("kept")[0], number=0, cause=0)),
@@ -249,7 +239,6 @@ FORGERIES: dict[str, tuple[str, Forge, str]] = {
         "rough", with_another(DeleteCheckpoint, lambda order: replace(order, steps=order.steps + 2)), "must be kept",
     ),
     "a step is not saved": ("rough", without(SaveCheckpoint), "step 1 is not saved"),
-    "a failure is charged twice": ("rough", then(StepFailed, fails()), "although attempts are left"),
     "a step is trained before a replica is synced": (
         "synced", without(WeightsInstalled), "before replica",
     ),
@@ -365,26 +354,24 @@ def test_the_deadline_policy_acts_only_on_groups_that_had_their_whole_timeout() 
             by_hand((0.0, TIMER, (START,)), (59.0, TIMER, (act,)))
 
 
-def test_a_group_is_given_up_with_its_last_attempt_and_not_before() -> None:
-    start, again = (0.0, TIMER, (START,)), (1.0, FAILED, (StartGroup(**RESUMED, cause=0),))
-    by_hand(start, again, data_attempts=2)
-    by_hand(start, (1.0, FAILED, (GIVE_UP,)), data_attempts=1)
-    with pytest.raises(Finding, match="must end"):
-        by_hand(start, again, data_attempts=1)
-    with pytest.raises(Finding, match="is given up for no reason"):
-        by_hand(start, (1.0, FAILED, (GIVE_UP,)), data_attempts=2)
-    with pytest.raises(Finding, match="is given up for no reason"):
-        by_hand(start, (1.0, FAILED, ()), (1.0, FAILED, (GIVE_UP,)), data_attempts=2)
-
-
-def test_a_lost_replica_charges_each_of_its_groups_once() -> None:
+def test_a_group_is_given_up_only_after_an_attempt_failed() -> None:
+    start = (0.0, TIMER, (START,))
     lost = ProcessLost(kind="replica", index=0, incarnation=1, reason="fault")
-    start, restart = (0.0, TIMER, (START,)), StartProcess(kind="replica", index=0, incarnation=2, cause=0)
-    by_hand(start, (1.0, lost, (GIVE_UP, restart)), infrastructure_attempts=1)
-    with pytest.raises(Finding, match="must end"):
-        by_hand(start, (1.0, lost, (restart,)), infrastructure_attempts=1)
+    aborted = GroupAborted(**GROUP, **TOKENS)
+    overdue = (60.0, TIMER, (OVERDUE,))
+    for frames in ([(1.0, FAILED, (GIVE_UP,))], [(1.0, lost, (GIVE_UP,))], [overdue, (1.0, aborted, (GIVE_UP,))]):
+        by_hand(start, *frames)
     with pytest.raises(Finding, match="is given up for no reason"):
-        by_hand(start, (1.0, lost, (GIVE_UP, restart)), infrastructure_attempts=2)
+        by_hand(start, (1.0, PromptsDrawn(first=9, count=1, exhausted=False), (GIVE_UP,)))
+
+
+def test_work_of_an_added_state_that_failed_or_is_ordered_again_has_failed() -> None:
+    work = EnterState(group=0, attempt=2, state="checking", cause=0)
+    failed = StateFailed(group=0, attempt=2, state="checking", cause="data", reason="fault")
+    lost = ProcessLost(kind="added states", index=0, incarnation=1, reason="fault")
+    for fact, commands in ((failed, (GIVE_UP,)), (lost, (GIVE_UP,)), (TIMER, (replace(work, attempt=3), GIVE_UP))):
+        frames = [(0.0, TIMER, (START,)), (1.0, generated(0), (work,)), (1.0, fact, commands)]
+        by_hand(*frames, added_states=(CHECKING,))
 
 
 def test_a_new_group_starts_only_while_the_staleness_bound_leaves_a_place() -> None:
@@ -400,62 +387,11 @@ def test_a_new_group_starts_only_while_the_staleness_bound_leaves_a_place() -> N
             by_hand((0.0, TIMER, tuple(starts[:places])), (1.0, done, (starts[places],)), **ahead)
 
 
-def test_a_second_hang_is_charged_to_the_data_if_others_were_generated_meanwhile() -> None:
-    aborted = GroupAborted(**GROUP, **TOKENS)
-    resume = ResumeGroup(**RESUMED, truncate=False, cause=0)
-    hangs = [(0.0, TIMER, (START,)), (60.0, TIMER, (OVERDUE,)), (1.0, aborted, (resume, replace(START, group=1)))]
-    other = GroupGenerated(**{**GROUP, "group": 1}, **TOKENS, trainable=2, reward_mean=0.5, reward_spread=1.0)
-    meanwhile = (1.0, other, ())
-    again = (60.0, TIMER, (ParkGroup(**RESUMED, reason="it took too long", cause=0),))
-    ends, goes_on = ((1.0, GroupAborted(**RESUMED, **TOKENS), commands) for commands in ((GIVE_UP,), ()))
-    by_hand(*hangs, meanwhile, again, ends, data_attempts=1)
-    by_hand(*hangs, again, ends, infrastructure_attempts=2)
-    for frames, figures in (((meanwhile, again), {"data_attempts": 1}), ((again,), {"infrastructure_attempts": 2})):
-        with pytest.raises(Finding, match="must end"):
-            by_hand(*hangs, *frames, goes_on, **figures)
-    for frames, figures in (((again,), {"data_attempts": 1}), ((meanwhile, again), {"infrastructure_attempts": 2})):
-        with pytest.raises(Finding, match="is given up for no reason"):
-            by_hand(*hangs, *frames, ends, **{"data_attempts": 2, **figures})
-
-
-WORK = EnterState(group=0, attempt=2, state="checking", cause=0)
 INSPECT = InspectStep(step=0, attempt=1, state="gating", version=-1, groups=(0, 1), staleness=(0, 0), cause=0)
 
 
 def generated(group: int) -> GroupGenerated:
     return GroupGenerated(**{**GROUP, "group": group}, **TOKENS, trainable=2, reward_mean=0.5, reward_spread=1.0)
-
-
-def test_overdue_work_of_an_added_state_costs_its_group_an_attempt() -> None:
-    again = replace(WORK, attempt=3)
-    overdue = [(0.0, TIMER, (START,)), (1.0, generated(0), (WORK,)), (60.0, TIMER, (again,))]
-    failed = StateFailed(group=0, attempt=3, state="checking", cause="infrastructure", reason="fault")
-    figures = {"added_states": (CHECKING,), "infrastructure_attempts": 2}
-    by_hand(*overdue, (1.0, failed, (GIVE_UP,)), **figures)
-    with pytest.raises(Finding, match="must end"):
-        by_hand(*overdue, (1.0, failed, (replace(again, attempt=4),)), **figures)
-    with pytest.raises(Finding, match="is given up for no reason"):
-        by_hand(*overdue, (1.0, failed, (GIVE_UP,)), **{**figures, "infrastructure_attempts": 3})
-
-
-def test_an_overdue_inspection_costs_its_step_an_attempt() -> None:
-    both = (START, replace(START, group=1))
-    begun = [(0.0, TIMER, both), (1.0, generated(0), ()), (1.0, generated(1), (INSPECT,))]
-    overdue = (60.0, TIMER, (replace(INSPECT, attempt=2),))
-    failed = InspectionFailed(step=0, version=-1, attempt=2, state="gating", reason="fault")
-    figures = {"added_states": (GATING,), "infrastructure_attempts": 2}
-    by_hand(*begun, overdue, (1.0, failed, (fails()(None),)), **figures)
-    with pytest.raises(Finding, match="although attempts are left"):
-        by_hand(*begun, (1.0, replace(failed, attempt=1), (fails()(None),)), **figures)
-
-
-def test_a_lost_process_of_added_states_charges_nothing_if_its_loss_ends_the_run() -> None:
-    lost = ProcessLost(kind="added states", index=0, incarnation=1, reason="fault", final=True)
-    ended = [(0.0, TIMER, (START,)), (1.0, generated(0), (WORK,)), (1.0, lost, (fails()(None),))]
-    resumed = (1.0, RunResumed(steps=0, replicas=2, consumed=(), released=(), kept=True), (replace(WORK, attempt=3),))
-    failed = StateFailed(group=0, attempt=3, state="checking", cause="infrastructure", reason="fault")
-    by_hand(*ended, resumed, (1.0, failed, (replace(WORK, attempt=4),)), added_states=(CHECKING,),
-            infrastructure_attempts=2)  # fmt: skip
 
 
 def test_a_batch_is_inspected_whatever_weights_a_replica_has_that_leaves() -> None:
@@ -494,24 +430,6 @@ def test_what_a_replica_reports_behind_the_fact_that_stopped_it_is_stale() -> No
                 ledger.observe((TIMER,), (again,))
 
 
-def test_work_before_generation_may_have_hung_before_a_run_branched() -> None:
-    """The work was never answered, and no command says whether it was overdue. So a hang may be the second."""
-    prepare = EnterState(group=0, attempt=1, state="fetching", cause=0)
-    branched = RunResumed(steps=0, replicas=2, consumed=(), released=())
-    up = ProcessUp(kind="replica", index=0, incarnation=1, slots=4)
-    begun = [(0.0, TIMER, (prepare,)), (1.0, branched, ()), (1.0, replace(up, incarnation=2), ())]
-    life = {"replica": 0, "incarnation": 2}
-    both = tuple(replace(START, group=group, **life) for group in (0, 1))
-    other = replace(generated(1), incarnation=2)
-    hung = [(0.0, TIMER, both), (1.0, other, ()), (60.0, TIMER, (replace(OVERDUE, **life),))]
-    ended = GroupAborted(**{**GROUP, **life}, **TOKENS)
-    figures = {"added_states": (FETCHING,), "data_attempts": 1, "checkpoint_every": 0}
-    for commands in ((GIVE_UP,), ()):
-        by_hand(*begun, *hung, (1.0, ended, commands), **figures)
-    with pytest.raises(Finding, match="is given up for no reason"):
-        by_hand(*begun[1:], *hung, (1.0, ended, (GIVE_UP,)), **figures)
-
-
 def test_a_replica_that_is_wanted_again_starts_at_once_whatever_else_is_lost() -> None:
     first, other = (StartProcess(kind="replica", index=index, incarnation=2, cause=0) for index in (0, 1))
     lost = ProcessLost(kind="replica", index=0, incarnation=1, reason="killed")
@@ -520,14 +438,3 @@ def test_a_replica_that_is_wanted_again_starts_at_once_whatever_else_is_lost() -
     by_hand(begun, (1.0, unborn, ()), (1.0, replace(lost, index=1), (other, again)))
     with pytest.raises(Finding, match="starts failed, so the next one waits 1 s"):
         by_hand(begun, (1.0, unborn, (again,)))
-
-
-def test_a_failure_of_work_that_may_have_been_overdue_may_be_stale() -> None:
-    """No command says that overdue work was withdrawn, until it is ordered again."""
-    begun = [(0.0, TIMER, (START,)), (1.0, generated(0), (WORK,))]
-    failed = StateFailed(group=0, attempt=2, state="checking", cause="data", reason="fault")
-    figures = {"added_states": (CHECKING,), "data_attempts": 1}
-    for commands in ((), (GIVE_UP,)):
-        by_hand(*begun, (60.0, TIMER, ()), (1.0, failed, commands), **figures)
-    with pytest.raises(Finding, match="must end"):
-        by_hand(*begun, (50.0, TIMER, ()), (1.0, failed, ()), **figures)
