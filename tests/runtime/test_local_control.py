@@ -19,7 +19,7 @@ from engine.trajectory import Trajectory
 
 
 class Silences(logging.Handler):
-    """What the run says of its silence, from the first time on."""
+    """What the run says of its silence while the trainer works. On a busy machine, it may be silent before that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +27,9 @@ class Silences(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("nothing has changed for "):
-            self.said.append(record.getMessage())
+        message = record.getMessage()
+        if message.startswith("nothing has changed for ") and "the trainer has been training step 0" in message:
+            self.said.append(message)
             self.first.set()
 
 
