@@ -22,6 +22,7 @@ from engine.commands import (
 from engine.events import (
     BatchScored,
     CheckpointDamaged,
+    CheckpointSaved,
     Event,
     GroupFailed,
     GroupGenerated,
@@ -135,6 +136,7 @@ ILLEGAL: dict[str, tuple[Callable[[Loop], Any], str]] = {
         lambda loop: ReplicaPaused(replica=0, incarnation=1, attempt=loop.first(StageWeights).attempt),
         "StageWeights comes first; answer it by WeightsStaged or SyncFailed",
     ),
+    "saved without a step": (lambda loop: CheckpointSaved(steps=0), "no checkpoint after 0 train steps was ordered"),
     "damaged but never saved": (
         lambda loop: at(loop, PublishWeights, CheckpointDamaged(steps=1, reason="")),
         "no checkpoint after 1 train steps was reported as saved",
