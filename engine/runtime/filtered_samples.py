@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class FilteredSamples:
     """`step()`: the first train step that has not ended. `filter`: name of the filter."""
 
-    def __init__(self, keeper: SampleKeeper | None, step: Callable[[], StepId], filter: str) -> None:
+    def __init__(self, keeper: SampleKeeper, step: Callable[[], StepId], filter: str) -> None:
         self._keeper = keeper
         self._dropped: list[GroupId] = []
         """The groups that the filter dropped and `take` has not returned."""
@@ -38,9 +38,7 @@ class FilteredSamples:
 
     def note(self, tick: Tick, matched: Container[EventId]) -> None:
         """Note the groups that the filter dropped: their work ended and they are discarded in the same tick. `matched`:
-        the events that are not stale echoes."""
-        if self._keeper is None or not self._keeper.filtered_groups:
-            return
+        the events that are not stale echoes. A tick without discards may be left out."""
         discards = [command.groups for command in tick.commands if isinstance(command, DiscardGroups)]
         discarded = set(chain.from_iterable(discards))
         self._dropped += [
@@ -49,7 +47,7 @@ class FilteredSamples:
         ]  # fmt: skip
 
     def take(self) -> list[GroupId]:
-        """The groups that the filter dropped since the last call, if samples of them may be kept."""
+        """The groups that the filter dropped since the last call."""
         taken, self._dropped = self._dropped, []
         return taken
 
@@ -61,7 +59,6 @@ class FilteredSamples:
     ) -> None:
         """Read groups while there is room for the step, and `spawn` the writing of their samples. Never raises."""
         keeper = self._keeper
-        assert keeper is not None
         try:
             async with self._counting:
                 step = self._step()

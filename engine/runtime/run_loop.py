@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from engine.commands import FinishRun
+from engine.commands import DiscardGroups, FinishRun
 from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
@@ -174,9 +174,12 @@ class RunLoop:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
 
-    def _filtered_samples(self) -> FilteredSamples:
+    def _filtered_samples(self) -> FilteredSamples | None:
+        """None: the run keeps no samples of filtered groups."""
         plan, state = self.plan, self.scheduler.state
         keeper = keeper_of(plan.run_dir, plan.sample_policy)
+        if keeper is None or not keeper.filtered_groups:
+            return None
         filter = PolicySet.from_names(plan.policies).names["filter"]
         return FilteredSamples(keeper, lambda: state.training.steps_trained, filter)
 
@@ -260,6 +263,7 @@ class RunLoop:
             self._history.wake()
         if self._learning is not None:
             self._learning.watch(tick.events, tick.commands)
-        self._filtered.note(tick, self.scheduler.state.orders.matched)
+        if self._filtered is not None and any(type(command) is DiscardGroups for command in tick.commands):
+            self._filtered.note(tick, self.scheduler.state.orders.matched)
         self.metrics.observe(tick)
         self.watchers.soon()
