@@ -159,7 +159,7 @@ def test_what_a_rollout_does_wrong_is_named(fault: BaseException | None, story: 
         run(generated(wrong, FixedAnswers(), timeout_s=60 if fault is not None else 0.05))
 
 
-def test_a_rollout_that_works_is_measured_and_its_group_waits_for_it() -> None:
+def test_a_rollout_that_works_is_measured_and_waited_for() -> None:
     began, leave = asyncio.Barrier(3), asyncio.Event()
 
     async def slow(client: RolloutClient, prompt: Prompt) -> float:
@@ -179,8 +179,13 @@ def test_a_rollout_that_works_is_measured_and_its_group_waits_for_it() -> None:
         assert (busy.function, busy.setting) == (f"rollout {slow.__module__}.{slow.__qualname__}", "rollout.slots")
         assert (busy.groups, busy.at_once, busy.calls, busy.queued) == (1, 2, 2, 0), "each began once"
         assert reward.groups == 0 and changes
+        pausing = asyncio.ensure_future(made.pause("wait"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not pausing.done(), "its rollouts may call again"
         leave.set()
-        await running
+        await pausing
+        assert running.done()
         done = made.call_figures()[0]
         assert (done.groups, done.calls, done.running_s) == (0, 4, 0.0) and done.seconds > 0
         await made.close()
