@@ -46,7 +46,7 @@ def test_groups_are_listed_by_replica_with_their_oldest() -> None:
 def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
     world = steady_world(train_s=FOREVER)
     world.until(lambda state: state.groups.ledger.ready == 2)  # those of step 1, generated beside
-    began = world.metrics.since["step", 0]
+    began = world.metrics.since[0]
     world.run_for(began + 40.0 - world.time)
     assert (
         sentences(world)[0]
