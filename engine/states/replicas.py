@@ -77,6 +77,8 @@ class Replicas:
         used = len(self.running(replica)) + self.taken(replica)
         if replica.state != "ready" or not self._free_slots(replica, used - finished // samples):
             self._open.pop(id, None)
+            if not self._open:
+                self._heaps.clear()
             return
         load = (used * samples - finished) / (replica.slots * samples)
         self._open[id] = replica.version, load
