@@ -153,6 +153,13 @@ def test_a_resume_from_a_checkpoint_knows_which_groups_hung() -> None:
     assert (again.state, again.exceeded) == ("queued", 1)
 
 
+def test_a_resume_from_a_checkpoint_knows_whose_data_failed() -> None:
+    run = Scripted(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1)
+    run.fail(0, cause="data")
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=False))
+    assert run.state.groups.live[0].rare.data_failures == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "consumed", "said"),
     [(9, (), "did not train"), (-1, (), "did not train"), (0, (0, 0), "only a group"), (0, (11,), "only a group"),
