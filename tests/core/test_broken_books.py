@@ -78,6 +78,11 @@ def run_ahead(state: State) -> None:
     state.replicas.by_id[0].version += 1
 
 
+def run_behind(state: State) -> None:
+    group = state.groups.live[next(iter(state.orders.open("group")))]
+    group.stored = group.stored._replace(newest_version=1)
+
+
 def forget_ready(state: State) -> None:
     state.groups.ready.clear()
 
@@ -96,6 +101,7 @@ def forget_ready(state: State) -> None:
         (take_a_seat, "law 1: a running group has no seat"),
         (move_a_deadline, "law 4: a deadline was moved"),
         (run_ahead, "law 6: a replica is ahead"),
+        (run_behind, "law 3: a group runs on a replica older than its tokens"),
         (forget_ready, "law 1: the ready list"),
     ],
 )

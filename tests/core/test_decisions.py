@@ -34,6 +34,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.runtime.driver import Driver
+from engine.states.orders import DEADLINE
 from tests.core.scripted import Scripted
 from tests.core.test_scenarios import small, straggling
 
@@ -259,6 +260,17 @@ def test_a_batch_formed_cancels_its_timer():
     timer = run.ordered(SetTimer)[-1].timer
     run.finish(3)
     assert run.ordered(CancelTimer)[-1].timer == timer
+
+
+def test_a_timer_finds_nobody_late_once_the_straggler_was_filtered():
+    run = small(prompts=5, policies={"deadline": "drop", "filter": "zero-variance"})
+    run.train_on(0, 1)
+    run.install()
+    run.finish(2)
+    run.finish(3, spread=0.0)
+    assert run.state.timer_is_set(DEADLINE)
+    run.fire()
+    assert not run.ordered(AbortGroup)
 
 
 def test_truncation_finishes_a_group_with_a_prefix_and_drops_one_that_lost_all():
