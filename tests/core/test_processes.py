@@ -228,6 +228,12 @@ def test_a_scorer_starts_again_and_each_lost_score_costs_its_step_one_attempt() 
     assert end.reason == "the scorer of ref_logprobs is lost: no memory; it ended 2 times without progress"
 
 
+def test_a_lost_scorer_that_ends_the_run_costs_its_step_no_attempt() -> None:
+    run = scored(worker_restarts=0)
+    lose(run, "scorer")
+    assert run.ordered(FinishRun) and run.state.training.steps[0].failures == 0
+
+
 def test_an_answer_fills_the_budget_of_its_own_scorer_alone() -> None:
     pools = (*APART, Pool(tasks=("critic_values",), replicas=()))
     run = trains(scoring_tasks=("ref_logprobs", "critic_values"), pools=pools, infrastructure_attempts=9)
