@@ -146,8 +146,7 @@ class SampleResult:
 
 class RolloutBackend(Protocol):
     """Samples trajectories. Its methods run on the caller's event loop and must not block it: the sampling itself runs
-    on the backend's thread or in its process. `pause` to `resume`: see `protocols.Generator`. A paused backend holds
-    new requests until `resume`."""
+    on the backend's thread or in its process. `pause` to `resume`: see `protocols.Generator`."""
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Sample until the response ends or is aborted. A stop id is part of the response.

@@ -88,9 +88,6 @@ class BackendGenerator:
     async def install(self, version: Version) -> None:
         await self._backend.install(version)
 
-    async def resume(self) -> None:
-        await self._backend.resume()
-
     async def sleep(self) -> None:
         """See `protocols.Sleeper`. Does nothing if the backend cannot sleep."""
         if isinstance(self._backend, Sleeper):
@@ -132,13 +129,28 @@ class BackendGenerator:
 class GeneratorOfCalls(BackendGenerator):
     """Base class of generators whose groups sample in several calls."""
 
+    def __init__(self, backend: RolloutBackend, ways: Mapping[str, Way], agent: AgentCalls) -> None:
+        super().__init__(backend, ways, agent)
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+
     async def pause(self, mode: str) -> None:
         """See `protocols.Generator`. `wait` returns when all open groups have ended."""
         if mode == "abort":
             await self.abort(list(self._groups))
         elif mode == "wait":
             await all_set([one.done for one in self._groups.values()])
+        else:
+            self._unpaused.clear()
         await self._backend.pause(mode)
+
+    async def resume(self) -> None:
+        await self._backend.resume()
+        self._unpaused.set()
+
+    async def close(self) -> None:
+        self._unpaused.set()
+        await super().close()
 
 
 async def all_set(events: Sequence[asyncio.Event]) -> None:
@@ -162,10 +174,14 @@ class Attempt:
     group: TrajectoryGroup
     cut: str = ""
     """`abort` or `truncate` if one was requested, else empty. The first request wins."""
+    dispatched: bool = False
+    """Whether its requests were sent to the backend. A paused generator sends none."""
     so_far: dict[int, SampleResult] = field(default_factory=dict)
     """New tokens of unfinished trajectories that the backend has reported, by trajectory index."""
     reports: int = 0
     """Number of these reports since the group was last saved."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by `resume` and by a cut. An attempt waits for it while the generator is paused."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when nothing more will be sampled for this attempt."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -187,6 +203,8 @@ class ModelGenerator(BackendGenerator):
         super().__init__(backend, ways)
         self._renderer = renderer
         self._seed = seed
+        self._paused = False
+        self._frozen = False
 
     async def generate(self, work: GroupWork) -> Generated:
         """Sample the tokens that `work.partial` does not have, then score.
@@ -208,13 +226,30 @@ class ModelGenerator(BackendGenerator):
             return Generated(group=attempt.group)
 
     async def pause(self, mode: str) -> None:
-        """See `protocols.Generator`. The backend holds the requests of groups that start meanwhile. Raises:
-        `EngineError` if `resume` was called before `wait` ended."""
-        aborted = list(self._groups.values()) if mode == "abort" else []
-        for attempt in aborted:
-            attempt.cut = attempt.cut or "abort"
-        await self._backend.pause(mode)
-        await all_set([attempt.sampled for attempt in aborted])
+        """See `protocols.Generator`. Groups whose sampling has not started wait for `resume`; `abort` returns them
+        too. Raises: `EngineError` if `resume` was called before `wait` ended."""
+        self._paused = True
+        if mode == "abort":
+            running = list(self._groups.values())
+            for attempt in running:
+                self._mark(attempt, "abort")
+            await self._backend.pause("abort")
+            await all_set([attempt.sampled for attempt in running])
+        elif mode == "wait" and not self._frozen:
+            await all_set([attempt.sampled for attempt in self._groups.values() if attempt.dispatched])
+            if not self._paused:
+                raise EngineError("resumed before the running groups had ended")
+            await self._backend.pause("wait")
+        else:
+            await self._backend.pause(mode)
+        self._frozen = self._paused
+
+    async def resume(self) -> None:
+        self._paused = self._frozen = False
+        await self._backend.resume()
+        if not self._paused:
+            for attempt in self._groups.values():
+                attempt.released.set()
 
     # Sampling.
 
@@ -228,8 +263,12 @@ class ModelGenerator(BackendGenerator):
         return TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=trajectories)
 
     async def _sample_group(self, attempt: Attempt) -> None:
+        while self._paused and not attempt.cut:
+            attempt.released.clear()
+            await attempt.released.wait()
         if attempt.cut:
             return
+        attempt.dispatched = True
         attempt.report_finished()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -280,8 +319,12 @@ class ModelGenerator(BackendGenerator):
     async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
         attempts: list[Attempt] = [self._groups[group] for group in groups if group in self._groups]
         for attempt in attempts:
-            attempt.cut = attempt.cut or how
+            self._mark(attempt, how)
         await self._backend.abort([name for attempt in attempts for name in attempt.request_ids()])
+
+    def _mark(self, attempt: Attempt, how: str) -> None:
+        attempt.cut = attempt.cut or how
+        attempt.released.set()
 
     def _named(self, error: Exception, prompt: Prompt) -> Exception:
         """Add the prompt row to a data failure of the backend, which does not know it."""

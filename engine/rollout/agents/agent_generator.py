@@ -165,6 +165,7 @@ class AgentGenerator(GeneratorOfCalls):
             self._agent_calls.count(own_s)
 
     async def _sample(self, opened: OpenedGroup | None, call: AgentCall) -> SampleResult:
+        await self._unpaused.wait()
         if opened is None or opened.work.attempt != call.attempt or opened.cut or opened.done.is_set():
             return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
         opened.work.finished(call.ended)

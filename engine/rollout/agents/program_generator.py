@@ -252,6 +252,7 @@ class ProgramGenerator(GeneratorOfCalls):
             await self._sample(running, index, number, call, limit)
 
     async def _sample(self, running: RunningProgram, index: int, number: int, call: Call, limit: int | None) -> None:
+        await self._unpaused.wait()
         work, params = running.work, running.way.params
         params = replace(params, max_tokens=min(limit or params.max_tokens, params.max_tokens))
         name = f"{work.group}.{index}.{work.attempt}.{number}"
