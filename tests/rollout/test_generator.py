@@ -202,6 +202,22 @@ def test_group_that_had_finished_sampling_is_returned_finished_not_aborted() -> 
     assert [trajectory.reward for trajectory in generated.group.trajectories] == [1.0] * 4
 
 
+def test_slow_reward_does_not_hold_up_other_groups() -> None:
+    leave = threading.Event()
+
+    def slow_for_one(prompt: Prompt, trajectory: Trajectory) -> float:
+        assert prompt.row != 41 or leave.wait(30)
+        return 0.0
+
+    async def scenario(generator: ModelGenerator) -> None:
+        slow, quick = await begin(generator, work(1, samples=1), work(2, samples=2))
+        assert (await quick).group.finished and not slow.done()
+        leave.set()
+        assert (await slow).group.finished
+
+    run(make(slow_for_one, max_tokens=5), scenario)
+
+
 def test_trajectories_are_reported_as_they_end_and_kept_ones_at_the_start() -> None:
     counts: list[int] = []
 
@@ -458,6 +474,51 @@ def test_truncating_work_samples_nothing() -> None:
         assert all(trajectory.text and trajectory.reward is not None for trajectory in done.group.trajectories)
 
     run(make(), scenario)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_nothing_starts_while_paused(mode: str) -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        await generator.pause(mode)
+        waiting, dropped = await begin(generator, work(1, samples=1), work(2, samples=1))
+        await generator.abort([2])
+        held = await dropped
+        assert held.aborted and held.group.tokens == 0
+        assert generator.tokens_sampled() == 0 and not waiting.done()
+        await generator.resume()
+        assert (await waiting).group.tokens == 7
+
+    run(make(max_tokens=7), scenario)
+
+
+def test_keep_freezes_and_wait_lets_running_groups_end() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        (first,) = await begin(generator, work(1))
+        await sampled(generator, 100)
+        await generator.pause("keep")
+        frozen = generator.tokens_sampled()
+        assert not first.done() and frozen < 4 * LONG
+        await generator.resume()
+        pausing = asyncio.create_task(generator.pause("wait"))
+        await asyncio.sleep(0)
+        (late,) = await begin(generator, work(2))
+        await pausing
+        assert generator.tokens_sampled() == 4 * LONG and not late.done()
+        assert tokens_of((await first).group) == tokens_of(whole)
+        await generator.resume()
+        assert (await late).group.finished
+
+    whole = reference()
+    run(make(), scenario)
+
+
+def test_a_pause_that_waits_lets_a_group_end_that_has_just_started() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        group = asyncio.create_task(generator.generate(work(1)))
+        await asyncio.wait_for(asyncio.create_task(generator.pause("wait")), 60)
+        assert (await asyncio.wait_for(group, 60)).group.finished
+
+    run(make(max_tokens=7), scenario)
 
 
 def test_prompt_longer_than_the_context_is_a_data_failure_of_that_row() -> None:

@@ -53,6 +53,7 @@ pytestmark = pytest.mark.xdist_group("engines")
 MOST = 250
 KEY_NAME = "OPENAI_BACKEND_TEST_KEY"
 STEPS = 4
+PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
 
 
 class CountedBackend(Counted, OpenAIBackend):
@@ -473,6 +474,21 @@ def test_a_run_over_two_servers_updates_both_under_running_groups(
     assert {event.replica for event in generated} == {0, 1}
     assert any(event.replica == 1 and event.oldest_version == 0 < event.newest_version for event in generated)
     assert {event.replica for event in events_of(tmp_path, WeightsInstalled)} == {0, 1}
+    check_record(tmp_path)
+
+
+def test_a_server_that_cannot_pause_is_updated_all_the_same(
+    tmp_path: Path, servers: tuple[list[VllmServer], Path]
+) -> None:
+    (server, _), model_dir = servers
+    with Hiding(server.url, *PAUSING) as plainer:
+        config = run_config(tmp_path, model_dir, [plainer.url], sync_mode="abort", slots=4)
+        config["scheduler"]["max_concurrent_groups"] = 4
+        result = run_plan(plan_of(parse_config(config), tmp_path))
+    assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)
+    assert not set(plainer.asked) & set(PAUSING) and "/collective_rpc" in plainer.asked
+    assert events_of(tmp_path, WeightsInstalled)
+    assert any(event.newest_version > 0 for event in events_of(tmp_path, GroupGenerated))
     check_record(tmp_path)
 
 

@@ -13,6 +13,7 @@ from vllm_arguments import require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.vllm.mapped_weights import PLACES
 from engine.training.shared_weights import copy_of, find
 from engine.trajectory import Span
 
@@ -141,6 +142,36 @@ def test_published_weights_are_installed_from_the_memory_they_lie_in(engine: Any
                     assert_samples(model_of(engine, version - 1), result)
             assert_samples(model_of(engine, version), await engine.sample(greedy("after")))
         assert find(manifest, publications[0]) is None and find(manifest, publications[1]) is not None
+
+    run(scenario())
+
+
+def test_published_weights_in_memory_no_worker_can_read_are_installed_from_files(engine: Any) -> None:
+    async def scenario() -> None:
+        new = engine.version + 1
+        memory, _ = copy_of(model_of(engine, new).state_dict())
+        await engine.stage(new, memory.complete())
+        memory.close()
+        (places,) = engine.staging.glob(f"{new}-*/{PLACES}")
+        places.write_text(places.read_text().replace("/fd/", "/fd/9"))
+        await engine.pause("abort")
+        await engine.install(new)
+        await engine.resume()
+        assert len(files_of(engine, new)) > 3
+        assert_samples(model_of(engine, new), await engine.sample(greedy("after")))
+
+    run(scenario())
+    engine._area.maps = True  # for the other tests
+
+
+def test_only_the_version_in_force_is_kept(engine: Any) -> None:
+    async def scenario() -> None:
+        for version in range(engine.version + 1, engine.version + 3):
+            await engine.stage(version, model_of(engine, version).state_dict())
+            await engine.pause("abort")
+            await engine.install(version)
+            await engine.resume()
+        assert {path.name.partition("-")[0] for path in engine.staging.iterdir() if path.is_dir()} == {str(version)}
 
     run(scenario())
 
