@@ -533,8 +533,8 @@ class _StretchWatcher:
 
     def _note_idle(self) -> None:
         period, before = self._metrics.idle.period, self._period
-        if period is before or period is None:
-            return
+        if period is None or (before is not None and period.split == before.split):
+            return  # the sums of a period go on from those before it
         if before is not None:
             self._report_span(before, period)
         self._period = period

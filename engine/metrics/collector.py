@@ -100,7 +100,8 @@ class TakesRows(Protocol):
 
 
 class RunMetrics:
-    """The metrics of one run. The driver calls `observe`; the trainer's side calls `report` and `validated`."""
+    """The metrics of one run. The driver calls `observe`; the trainer's side calls `report` and `validated`. It takes
+    the place of the scheduler's observer of all machines but that of groups."""
 
     def __init__(
         self, scheduler: HasState, journal: TakesRows | None = None, rows: StepRows | None = None,
@@ -394,7 +395,8 @@ class RunMetrics:
 
     def _take_validation(self, row: Row) -> None:
         self.validations.append(row)
-        if row.get("outcome") == "reported":
+        whole = row.keys() >= {"steps", "accuracy", "seconds"}  # a row of an earlier process that nobody has edited
+        if whole and row.get("outcome") == "reported":
             self.validation_s.observe(sum(row["seconds"].values()))
             self.validated(row["steps"], row["accuracy"] or 0.0)
 

@@ -131,7 +131,7 @@ class GeneratedGroups:
         self.seconds = Histogram(GROUP_BUCKETS)
         """Of groups that were not released at once."""
         self._state = state
-        self._samples: deque[tuple[float, int]] = deque([(0.0, self.tokens)], maxlen=256)
+        self._samples: deque[tuple[float, int]] = deque([(state.now, self.tokens)], maxlen=256)
 
     @property
     def tokens(self) -> int:
@@ -169,7 +169,7 @@ class TrainedGroups:
     @property
     def mean(self) -> float | None:
         """Mean staleness; None before the first step."""
-        groups = self.staleness.counts.total()
+        groups = sum(list(self.staleness.counts.values()))
         return self.staleness.total / groups if groups else None
 
     def count(self, groups: Sequence[GroupId], staleness: Sequence[int], tokens: int) -> None:

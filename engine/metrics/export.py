@@ -205,8 +205,8 @@ class Exporter(Collector):
             return each(lambda r: r.cache_used)() if self._metrics.events[CacheMeasured.__name__] else []
 
         def slow() -> Samples:
-            found = state.replicas.slow(state.limits.straggler_factor)
-            return each(lambda r: r in found)()
+            found = {replica.id for replica in state.replicas.slow(state.limits.straggler_factor)}
+            return each(lambda r: r.id in found)()
 
         def known() -> list[Replica]:
             return [r for r in ever() if not r.process.dismissed]

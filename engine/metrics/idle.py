@@ -239,9 +239,10 @@ class IdleTime:
         bound = self._bound()
         if bound:
             return bound
-        limited = any(map(replicas.is_limited, replicas.rollouts)) if ledger.waiting or ledger.parked else False
-        if limited and not replicas.idle(replicas.slow(state.limits.straggler_factor)):
-            return "concurrency"
+        if ledger.waiting or ledger.parked:
+            idle = replicas.idle(replicas.slow(state.limits.straggler_factor))
+            if not idle and any(map(replicas.is_limited, replicas.rollouts)):
+                return "concurrency"
         if ledger.waiting:
             return "other"
         if ledger.parked:

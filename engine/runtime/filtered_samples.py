@@ -6,15 +6,11 @@ the trajectory store still has its texts. Must never fail, or delay a discard un
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
-from itertools import chain
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from engine.commands import DiscardGroups
 from engine.errors import reason_of
-from engine.events import GroupGenerated, StateLeft
-from engine.ids import EventId, GroupId, StepId
-from engine.record.frames import Tick
+from engine.ids import GroupId, StepId
 from engine.trajectory import TrajectoryGroup
 from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import on_a_thread
@@ -36,15 +32,9 @@ class FilteredSamples:
         self._groups = 0
         """Groups of step `_counted` with samples."""
 
-    def note(self, tick: Tick, matched: Container[EventId]) -> None:
-        """Note the groups that the filter dropped: their work ended and they are discarded in the same tick. `matched`:
-        the events that are not stale echoes. A tick without discards may be left out."""
-        discards = [command.groups for command in tick.commands if isinstance(command, DiscardGroups)]
-        discarded = set(chain.from_iterable(discards))
-        self._dropped += [
-            event.group for event in tick.events
-            if isinstance(event, GroupGenerated | StateLeft) and event.group in discarded and event.id in matched
-        ]  # fmt: skip
+    def note(self, groups: Sequence[GroupId]) -> None:
+        """Note the groups that the filter dropped in a tick."""
+        self._dropped += groups
 
     def take(self) -> list[GroupId]:
         """The groups that the filter dropped since the last call."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from engine.commands import DiscardGroups, FinishRun
+from engine.commands import FinishRun
 from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
@@ -263,7 +263,7 @@ class RunLoop:
             self._history.wake()
         if self._learning is not None:
             self._learning.watch(tick.events, tick.commands)
-        if self._filtered is not None and any(type(command) is DiscardGroups for command in tick.commands):
-            self._filtered.note(tick, self.scheduler.state.orders.matched)
+        if self._filtered is not None:
+            self._filtered.note(self.scheduler.state.filtered)
         self.metrics.observe(tick)
         self.watchers.soon()

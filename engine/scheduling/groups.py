@@ -181,6 +181,7 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
         ending.filtered_in_a_row = 0
     else:
         ending.filtered_in_a_row += 1
+        core.state.filtered.append(group.id)
         release_group(core, group, "filter")
 
 

@@ -260,7 +260,7 @@ class Scheduler:
         """
         state, orders = self.state, self._core.orders
         orders.begin()
-        state.changed = not events
+        state.changed, state.filtered = not events, []
         if events:
             state.orders.matched = {}
         applied: list[Event] = []

@@ -29,7 +29,11 @@ def measure_pace(core: Core, group: Group, replica: Replica, attempt: Order) -> 
 
 def move_groups_off_slow_replicas(core: Core) -> None:
     """If a fast replica has slots that nothing else needs, park groups of slow replicas, earliest deadline first.
-    They resume on a fast replica, because dispatch avoids the replica they come from."""
+    They resume on a fast replica, because dispatch avoids the replica they come from.
+
+    The only reaction that visits all replicas in ticks about groups alone: with `rollout.straggler_factor`, while a
+    slot is free. It takes about 1 µs for each replica.
+    """
     state, replicas = core.state, core.state.replicas
     factor = state.limits.straggler_factor
     if factor is None or state.ending.draining:

@@ -26,8 +26,8 @@ class Finding(EngineError):
 
 
 def _turn(command: c.Command) -> int:
-    """When a command of a tick is judged: groups cut short and stops cost attempts, discards free places, and weights
-    that are inspected may not be used, before any other command of the tick."""
+    """When a command of a tick is judged: groups cut short and stops make groups fail, discards free places, and
+    weights that are inspected may not be used, before any other command of the tick."""
     if isinstance(command, c.StopProcess | c.InspectStep) or (isinstance(command, c.ParkGroup) and command.reason):
         return 0
     return 1 if isinstance(command, c.DiscardGroups) else 2

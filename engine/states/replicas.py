@@ -48,7 +48,8 @@ class Replicas:
         """By replica that can take a group: its version, and its load, the share of its slots that a validation takes
         or the trajectories of its groups need."""
         self._heaps: dict[Version, list[tuple[float, ReplicaId]]] = {}
-        """By version: (load, replica) at every change; outdated entries are skipped."""
+        """By version: (load, replica) at every change; outdated entries are skipped. The first replica with a new
+        version removes the versions that no replica here has any more."""
         for replica in self.by_id.values():
             for order in self.running(replica).values():
                 if order.finished:
@@ -82,7 +83,10 @@ class Replicas:
             return
         load = (used * samples - finished) / (replica.slots * samples)
         self._open[id] = replica.version, load
-        heap = self._heaps.setdefault(replica.version, [])
+        if replica.version not in self._heaps:
+            open_versions = {version for version, _ in self._open.values()}
+            self._heaps = {version: self._heaps.get(version, []) for version in sorted(open_versions)}
+        heap = self._heaps[replica.version]
         heappush(heap, (load, id))
         if len(heap) > 64 + 8 * len(self._open):
             heap[:] = sorted((load, one) for one, (at, load) in self._open.items() if at == replica.version)

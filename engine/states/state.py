@@ -72,6 +72,8 @@ class State:
         self.limits = limits
         self.changed = False
         """Something other than a group has changed its state in this tick."""
+        self.filtered: list[GroupId] = []
+        """The groups that the filter dropped in this tick."""
         self.moves, self.recoveries = {}, dict.fromkeys(RECOVERY_KINDS, 0)
         self._build_machines(limits)
         self._observe = observe
@@ -96,10 +98,7 @@ class State:
 
     def rebuild(self) -> None:
         """Make everything that follows from the declared fields, after these were filled."""
-        for machine in (
-            self.groups.machine, self._step_machine, self._replica_machine, self._version_machine, self._pool_machine,
-            self._process_machine, self._validation_machine,
-        ):  # fmt: skip
+        for machine in (self.groups.machine, *self._machines):
             machine.moves = self.moves
         self.orders.rebuild()
         self.replicas.rebuild()
@@ -145,12 +144,14 @@ class State:
 
     def _build_machines(self, limits: Limits) -> None:
         steps = step_table(limits.states_at(SCORING), limits.states_at(PUBLISHING))
-        self._step_machine = SharedMachine(steps, self.moves, self._note)
-        self._replica_machine = SharedMachine(REPLICA, self.moves, self._note)
-        self._version_machine = SharedMachine(VERSION, self.moves, self._note)
-        self._pool_machine = SharedMachine(POOL, self.moves, self._note)
-        self._process_machine = SharedMachine(PROCESS, self.moves, self._note)
-        self._validation_machine = SharedMachine(VALIDATION, self.moves, self._note)
+        self._machines = [
+            SharedMachine(table, self.moves, self._note)
+            for table in (steps, REPLICA, VERSION, POOL, PROCESS, VALIDATION)
+        ]
+        (
+            self._step_machine, self._replica_machine, self._version_machine, self._pool_machine, self._process_machine,
+            self._validation_machine,
+        ) = self._machines  # fmt: skip
 
     def observe(self, observe: Observer | None, *, groups: bool = True) -> None:
         """Call `observe` after every change of state from now on. Without `groups`, the observer of the groups stays:

@@ -33,6 +33,14 @@ def test_six_start_the_first_four_ready_make_the_batch_and_two_are_dropped() -> 
     assert run.running() == [6, 7, 8, 9, 10, 11]
 
 
+def test_groups_generated_and_dropped_as_surplus_in_one_tick_are_not_filtered() -> None:
+    run = over_sampling(policies={"filter": "zero-variance"})
+    run.tell_together(*map(run.generated, (0, 1, 2, 3)), run.generated(4), run.generated(5, spread=0.0))
+    assert run.ordered(DiscardGroups)[-1].groups == (5, 4) and run.state.filtered == [5]
+    run.train()
+    assert run.state.filtered == []
+
+
 def test_groups_not_due_yet_stay_when_the_batch_is_full() -> None:
     """B = 2, S = 1, x = 0.5: X = 1, so five start, all due by step 1: step 0 must take 5 - 2 - 1 of them."""
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=5, over_sample=0.5)

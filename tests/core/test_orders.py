@@ -427,3 +427,13 @@ def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
     assert figures() == (2, 0, [])
     orders.clear()
     assert figures() == (4, 0, [])
+
+
+def test_the_index_of_replicas_forgets_versions_that_no_replica_has() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, replicas=2, slots=4)
+    replicas = run.state.replicas
+    for version in range(1, 20):
+        for replica in replicas.by_id.values():
+            replica.version = version
+            replicas.update(replica)
+            assert len(replicas._heaps) <= 3 and replicas.newest_version == version

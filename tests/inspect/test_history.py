@@ -297,6 +297,7 @@ def test_busy_and_idle_add_up_to_slots_and_time(limits: Limits) -> None:
     assert history.busy_s + sum(history.idle_s.values()) == pytest.approx(slot_s)
     assert sum(history.trainer_s.values()) == pytest.approx(history.end)
     assert all(before.end == after.start for before, after in pairwise(history.idle))
+    assert len(history.idle) < 0.75 * history.ticks, "ticks with the same causes of idle time are one span"
 
 
 def test_attempts_say_how_they_ended(faulty: History) -> None:
