@@ -253,6 +253,7 @@ def debug() -> str:
     async def screenshot() -> str:
         app = Debugger(cursor, "runs/latest")
         async with app.run_test(size=DEBUGGER_SIZE) as pilot:
+            await pilot.pause()  # until the workers have begun
             await app.workers.wait_for_complete()
             await pilot.pause()
             return app.export_screenshot(title="engine debug")
