@@ -37,7 +37,6 @@ from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Figures, Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
-from engine.events import SchedulerRecovered
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status, read_status
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
@@ -300,8 +299,7 @@ class SchedulerActor:
             raise
         loop.metrics.finish_replay()
         loop.supervisor.take_up()
-        loop.deliver(SchedulerRecovered())
-        loop.executor.execute(loop.scheduler.state.orders.reissued(recovery.recovered.at))
+        loop.driver.recover(loop.scheduler.state.orders.reissued(recovery.recovered.at))
         loop.supervisor.recover()
         loop.announce()
         self._main = asyncio.get_running_loop().create_task(self._close_at_end())

@@ -147,6 +147,20 @@ class Driver:
             self._senders.append(sender)
             await sender.done
 
+    def recover(self, orders: Sequence[Command]) -> None:
+        """Execute the open orders of an earlier process of the run, then handle `SchedulerRecovered`. Call it first.
+
+        No tick runs in between, even if an order delivers events: a worker takes an order for a repeat if it has one
+        with a higher number, so a new order would make it drop the open ones.
+        """
+        handling, self._handling = self._handling, True
+        self._add((SchedulerRecovered(),))
+        try:
+            self.executor.execute(orders)
+        finally:
+            self._handling = handling
+        self.deliver()
+
     def withdraw(self) -> list[Event]:
         """Take all events out of the inbox."""
         events = list(self._inbox)

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.commands import Command, FinishRun, ScoreBatch, TrainStep
 from engine.errors import EngineError
-from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted, SchedulerRecovered
+from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted
 from engine.ids import GroupId, ReplicaId, StepId
 from engine.policies import PolicySet
 from engine.protocols import Trainer
@@ -387,8 +387,7 @@ class World:
         }
         self._connect(Found(processes=alive))
         self.supervisor.take_up()
-        self.deliver(SchedulerRecovered())
-        self.execute(list(self.scheduler.state.orders.reissued(self.time)) * times)
+        self.driver.recover(self.scheduler.state.orders.reissued(self.time) * times)
         self.supervisor.recover()
 
     def process(self, kind: str, index: int = 0) -> VirtualProcess:

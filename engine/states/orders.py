@@ -9,7 +9,7 @@ No other field may encode "this is in flight".
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -333,15 +333,16 @@ class OrderBook:
         """Every open order, oldest first."""
         return list(self.by_number.values())
 
-    def reissued(self, now: float) -> Iterator[Command]:
+    def reissued(self, now: float) -> list[Command]:
         """The orders to reissue after a process died: all open orders, oldest first. Timers get their remaining time.
-        Executing an order twice does no harm. An order that ends while an older one is executed is left out."""
+        Executing an order twice does no harm."""
+        commands: list[Command] = []
         for order in self.all():
             command = order.command
             if isinstance(command, SetTimer):
                 command = replace(command, delay_s=max(0.0, order.at + command.delay_s - now))
-            if order.number in self.by_number:
-                yield command
+            commands.append(command)
+        return commands
 
     def listen(self, subject: str, listener: Listener) -> None:
         """Call a listener after every change of the open orders of a subject."""

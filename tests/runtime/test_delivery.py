@@ -10,13 +10,14 @@ import pytest
 
 from engine.commands import Command
 from engine.errors import EngineError
-from engine.events import Event, RunStarted, StopRequested, TimerFired
+from engine.events import Event, ProcessLost, RunStarted, SchedulerRecovered, StopRequested, TimerFired
 from engine.protocols.user_code import EXIT_FORKED
 from engine.record import Header, MemoryRecorder, read
 from engine.record.replayer import replay
 from engine.runtime.driver import MOST_EVENTS, Driver
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
+from engine.states.process import REPLICA
 
 LIMITS = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
 
@@ -142,6 +143,24 @@ async def test_what_the_executor_reports_waits_until_it_has_all_commands(scene: 
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert numbers(scene) == [0, 1, 9]
+
+
+def test_after_a_failover_no_new_order_is_sent_before_the_open_ones(scene: Scene) -> None:
+    """Workers tell a repeated order by its number, so they would drop an open one after a newer one."""
+    scene.driver.deliver(RunStarted(replicas=1))
+    left = scene.scheduler.state.orders.reissued(0.0)
+    sent: list[Command] = []
+
+    def execute(commands: Sequence[Command]) -> None:
+        if not sent:
+            scene.driver.deliver(ProcessLost(kind=REPLICA, index=0, incarnation=1, reason="it ended"))
+        sent.extend(commands)
+
+    scene.on_execute = execute
+    scene.driver.recover(left)
+    assert [type(event) for event in scene.events] == [RunStarted, SchedulerRecovered, ProcessLost]
+    new = sent[len(left) :]
+    assert left and new and sent[: len(left)] == left and not any(command in left for command in new)
 
 
 @played
