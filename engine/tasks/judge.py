@@ -33,6 +33,9 @@ PATTERN = (
     r"(-?\d+(?:\.\d+)?)(?!\d|\.\d|\s*[-–]\s*\d)"
 )
 """The last match in the judge's answer counts; group 1 is the number. A range, as in `Score (0-10)`, does not match."""
+RETRIED = frozenset({200, 409})
+"""HTTP statuses of a `RefusedRequest` after which the judge is asked again: 200 is an answer that is not JSON, such as
+the page of a busy proxy."""
 CHECK_S = 10.0
 LONGEST_WAIT_S = 30.0
 _NAME = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -129,6 +132,8 @@ async def llm_judge(
                 continue
             except RefusedRequest as error:
                 story = f"cannot be used: {error.message}"
+                if error.details["status"] in RETRIED:
+                    continue
                 break
             answer = _answer(reply)
             score = _score(answer, pattern)

@@ -18,9 +18,9 @@ PROMPT = Prompt(row=3, text="2+2?", fields={"answer": "4"})
 
 
 class Judge:
-    """Gives its answers in order, the last one again and again: a text, or an HTTP status."""
+    """Gives its answers in order, the last one again and again: a text, an HTTP status, or a page that is not JSON."""
 
-    def __init__(self, answers: Sequence[str | int]) -> None:
+    def __init__(self, answers: Sequence[str | int | bytes]) -> None:
         self.answers = list(answers)
         self.asked: list[Any] = []
         self.keys: list[str | None] = []
@@ -31,6 +31,8 @@ class Judge:
         said = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(said, int):
             return web.Response(status=said, text=f"refused {self.keys[-1]}")
+        if isinstance(said, bytes):
+            return web.Response(body=said, content_type="text/html")
         return web.json_response({"choices": [{"message": {"content": said}}]})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -93,8 +95,9 @@ def test_the_judge_reads_what_the_template_says(monkeypatch: pytest.MonkeyPatch)
     assert judge.keys == ["Bearer top-secret"]
 
 
-def test_a_busy_judge_is_asked_again() -> None:
-    judge = Judge([503, "Score: 4"])
+@pytest.mark.parametrize("busy", [503, 429, 409, b"<html>The server is busy.</html>"])
+def test_a_busy_judge_is_asked_again(busy: int | bytes) -> None:
+    judge = Judge([busy, "Score: 4"])
     assert judged(judge, retries=1) == 0.4 and len(judge.asked) == 2
 
 
