@@ -51,6 +51,12 @@ def _check(
         return problem
     if api_key_env is not None and not os.environ.get(api_key_env):
         return "api_key_env", "is not set in the environment, or is empty", "set this environment variable to the key"
+    if not _key(api_key_env).isprintable():  # it would be refused as a header of HTTP
+        return (
+            "api_key_env",
+            "holds a key with a control character, such as a line break, or one that is not UTF-8",
+            "set this environment variable to the key alone",
+        )
 
     async def ask() -> None:
         async with Http(url, _key(api_key_env), timeout_s=CHECK_S) as http:

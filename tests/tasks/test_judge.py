@@ -132,18 +132,30 @@ def test_a_judge_that_is_down_is_named() -> None:
         asyncio.run(llm_judge(PROMPT, Trajectory(text=""), url="http://127.0.0.1:9", model="m", retries=0))
 
 
-def test_a_judge_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "k")
+def checked(said: str | int) -> Any:
+    """What the check says before a run, if the judge answers like this."""
     check: Callable[..., Any] | None = declared_by(llm_judge).check
     assert check is not None
 
-    async def scene(said: str | int) -> Any:
+    async def scene() -> Any:
         async with Judge([said]).serving() as url:
             return await asyncio.to_thread(check, url=url, model="m", api_key_env="JUDGE_KEY")
 
-    assert asyncio.run(scene("yes")) is None and asyncio.run(scene(404)) is None
-    assert asyncio.run(scene(500))[:2] == ("url", "answers with HTTP 500")
-    assert asyncio.run(scene(401))[0] == "api_key_env"
+    return asyncio.run(scene())
+
+
+def test_a_judge_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    assert checked("yes") is None and checked(404) is None
+    assert checked(500)[:2] == ("url", "answers with HTTP 500")
+    assert checked(401)[0] == "api_key_env"
+
+
+@pytest.mark.parametrize("key", ["abc\n", "abc\udcff"])
+def test_a_key_that_no_header_can_have_is_refused_before_a_run(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    field, problem, _ = checked("yes")
+    assert field == "api_key_env" and "control character" in problem
 
 
 def test_a_judge_is_tried_where_an_event_loop_runs_as_in_a_notebook() -> None:
