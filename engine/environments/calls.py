@@ -93,7 +93,7 @@ class EpisodeCalls:
         await asyncio.wait([outcome], timeout=self._timeout_s)
         if not outcome.done():
             hangs = True
-            self._hanging.add("environments")
+            self._hanging.add("environments", self._timeout_s)
             log.warning("%s hangs; it is in\n%s", _name_of(function), stack_of(thread))
             self.end()
             raise self._too_long(function)

@@ -82,10 +82,11 @@ class HangingCalls:
         self.story = ""
         """Why the process is to be replaced; empty before."""
 
-    def add(self, what: str) -> None:
+    def add(self, what: str, timeout_s: float) -> None:
+        """Count a call of `what` that has exceeded its time limit."""
         self._count += 1
         if self._count >= MOST_HANGING and not self.story:
-            self.story = f"{MOST_HANGING} calls of {what} hang"
+            self.story = f"{MOST_HANGING} calls of {what} took longer than {timeout_s:g} s and have not returned"
             self._lost.set()
 
     def remove(self) -> None:

@@ -265,7 +265,7 @@ class RewardCalls:
             self._end(call, error)
             return
         if self._timeout_s is not None and not self._part.limits_itself:
-            call.timer = loop.call_later(self._timeout_s, self._overdue, call, thread)
+            call.timer = loop.call_later(self._timeout_s, self._overdue, call, thread, self._timeout_s)
 
     def _returned(self, call: ScoringCall, outcome: Outcome) -> None:
         if call.stuck:
@@ -275,10 +275,10 @@ class RewardCalls:
             call.timer.cancel()
         self._end(call, outcome)
 
-    def _overdue(self, call: ScoringCall, thread: Thread) -> None:
-        log.warning("%s took longer than %s s; it is in\n%s", self._part.who, self._timeout_s, stack_of(thread))
+    def _overdue(self, call: ScoringCall, thread: Thread, timeout_s: float) -> None:
+        log.warning("%s took longer than %s s; it is in\n%s", self._part.who, timeout_s, stack_of(thread))
         call.stuck = True
-        self._hanging.add(self._part.who)
+        self._hanging.add(self._part.who, timeout_s)
         self._end(call, None)
 
     def _end(self, call: ScoringCall, outcome: Outcome) -> None:

@@ -16,9 +16,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
 from gateway_rig import TEMPLATE, FixedAnswers, Halting, model, runs_of, tokenizer, ways
 
 from engine.environments import Environment, Opening, StepResult, ToolCall, Turn
+from engine.environments.calls import EpisodeCalls
 from engine.environments.lookup import Lookup
 from engine.errors import DataFailure
 from engine.protocols import Generated, GroupWork
+from engine.protocols.user_code import MOST_HANGING, HangingCalls
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.environment_program import EnvironmentGenerator, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, hermes
@@ -158,6 +160,20 @@ def test_a_tool_that_hangs_is_reported_to_the_model_and_the_episode_continues() 
     released.set()
     assert "[tool]Error: wait took too long" in runs_of(one)[1][1]
     assert (one.reward, one.finish_reason, one.figures["tool_errors"]) == (0.5, "stop", 1)
+
+
+def test_too_many_calls_that_never_return_are_a_failure_that_names_their_limit() -> None:
+    released = threading.Event()
+
+    async def scene() -> None:
+        hanging = HangingCalls()
+        episodes = [EpisodeCalls(0.001, hanging) for _ in range(MOST_HANGING)]
+        await asyncio.gather(*(calls.call(released.wait) for calls in episodes), return_exceptions=True)
+        story = "64 calls of environments took longer than 0.001 s and have not returned"
+        assert await asyncio.wait_for(hanging.failed(), 30) == story
+        released.set()
+
+    run(scene())
 
 
 def test_calls_of_a_tool_that_is_only_a_schema_are_answered_by_the_environment() -> None:
