@@ -87,7 +87,8 @@ class Measurements:
         self._running: dict[asyncio.Task[None], Measurement] = {}
         self._progress = ProgressReports(progress_every_s, self._report)
         self._newest = -1
-        """Number of the newest order. Orders arrive in the order of their numbers, so a repeat has no higher one."""
+        """Number of the newest order; a repeat has no higher one. The orders of an incarnation arrive in ascending
+        order of their numbers: the supervisor sends them in the order of the book, and `wire.InOrder` restores it."""
 
     def measure(self, order: MeasureRows, after: "asyncio.Task[None] | None") -> None:
         """Measure a chunk once `after`, the last weights order, has ended. A newer attempt cancels an older one."""

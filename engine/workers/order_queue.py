@@ -37,7 +37,8 @@ class OrderQueue(Generic[Orders]):
         self._tasks = WorkerTasks(f"the {name}", broken)
         self._thread = OneThread(name)
         self._newest = -1
-        """Number of the newest order. Orders arrive in the order of their numbers, so a repeat has no higher one."""
+        """Number of the newest order; a repeat has no higher one. The orders of an incarnation arrive in ascending
+        order of their numbers: the supervisor sends them in the order of the book, and `wire.InOrder` restores it."""
         self._orders: asyncio.Queue[Orders] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
 

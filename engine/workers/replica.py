@@ -143,8 +143,9 @@ class ReplicaWorker:
         self._broken = broken
         self._running: dict[GroupId, GroupAttempt] = {}
         self._newest_start = -1
-        """Number of the newest order to start or resume a group. They arrive in the order of their numbers, so a repeat
-        has no higher one."""
+        """Number of the newest order to start or resume a group; a repeat has no higher one. The orders of an
+        incarnation arrive in ascending order of their numbers: the supervisor sends them in the order of the book, and
+        `wire.InOrder` restores it."""
         self._tasks = WorkerTasks(f"replica {replica}", broken)
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
