@@ -25,7 +25,7 @@ from engine.ids import GroupId, Incarnation, StepId, Version
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
-from engine.runtime.plan import Plan, Restore
+from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.process_port import source_of
 from engine.runtime.trajectory_service import MAX_ITEMS
 from engine.runtime.wire import InOrder, Message, pack_events, unpack_orders
@@ -234,6 +234,12 @@ class WorkerActor(HeartbeatActor):
             broken.set_result(reason)
 
 
+def agent_generators(rollout: Rollout) -> list[AgentGenerator]:
+    """The generators of a replica that run agents, each once: its evaluator is usually its generator."""
+    distinct = {id(generator): generator for generator in (rollout.generator, rollout.evaluator)}
+    return [generator for generator in distinct.values() if isinstance(generator, AgentGenerator)]
+
+
 class RolloutActor(WorkerActor):
     """Runs a replica, and also handles the calls of agents."""
 
@@ -244,9 +250,8 @@ class RolloutActor(WorkerActor):
         await super().bring_up(restore)
         rollout = self.worker.rollout
         assert rollout is not None  # it is open
-        for agents in (rollout.generator, rollout.evaluator):
-            if isinstance(agents, AgentGenerator):
-                agents.connect(GatewayLink(self._gateway))
+        for agents in agent_generators(rollout):
+            agents.connect(GatewayLink(self._gateway))
 
     async def join(self) -> None:
         """Report that the replica is up, with the initial weights; once."""

@@ -8,12 +8,16 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-from gateway_rig import CONTEXT, FixedAnswers, Halting, Rig, model, one_group, run, tokenizer
+from gateway_rig import CONTEXT, FixedAnswers, Halting, Rig, model, one_group, run, tokenizer, ways
 from openai import AsyncOpenAI
 
+from engine.actors.worker_actor import agent_generators
 from engine.errors import DataFailure, EngineError
+from engine.rollout.agents.agent_generator import AgentGenerator
 from engine.rollout.backend import SampleRequest, SampleResult
+from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
+from engine.runtime.plan import Rollout
 from engine.trajectory import Prompt, Span
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -340,3 +344,14 @@ def test_nothing_of_a_request_is_repeated(
     assert answer.split()[1] in (b"400", b"401")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"], "it is OpenAI's error object"
     assert SECRET not in answer and SECRET.decode() not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_a_replica_connects_each_generator_of_agents_once() -> None:
+    def make() -> AgentGenerator:
+        backend = FixedAnswers()
+        return AgentGenerator(backend, ways(Grader(backend.tokens, None), 12), seed=7)
+
+    one, other = make(), make()
+    assert agent_generators(Rollout(generator=one, evaluator=one)) == [one]
+    assert agent_generators(Rollout(generator=one, evaluator=other)) == [one, other]
+    assert agent_generators(Rollout(generator=one)) == [one]
