@@ -62,8 +62,11 @@ $(VLLM): | $(STAMP)
 run: $(RUN)  ## train the quickstart model to the end: no GPU, no download
 	@$(BIN)/engine run $(CONFIG) $(ARGS)
 
+# Many tests wait for processes that they start, so there is one worker more than cores, and at most four.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 4)))
+
 test: $(VLLM)  ## run the tests
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 near: $(VLLM)  ## run the tests near what differs from the commit BASE (default: HEAD)
 	@BASE=$(BASE) $(BIN)/python -m tests.selection $(ARGS)
