@@ -48,8 +48,9 @@ class Replicas:
         """By replica that can take a group: its version, and its load, the share of its slots that a validation takes
         or the trajectories of its groups need."""
         self._heaps: dict[Version, list[tuple[float, ReplicaId]]] = {}
-        """By version: (load, replica) at every change; outdated entries are skipped. The first replica with a new
-        version removes the versions that no replica here has any more."""
+        """By version of these replicas: (load, replica) at every change; outdated entries are skipped."""
+        self._members: dict[Version, int] = {}
+        """Number of these replicas, by version."""
         for replica in self.by_id.values():
             for order in self.running(replica).values():
                 if order.finished:
@@ -76,20 +77,31 @@ class Replicas:
         """Update the index after a change of a replica."""
         id, samples, finished = replica.id, replica.samples, self._finished.get(replica.id, 0)
         used = len(self.running(replica)) + self.taken(replica)
-        if replica.state != "ready" or not self._free_slots(replica, used - finished // samples):
+        before = self._open.get(id, CLOSED)[0]
+        free = replica.state == "ready" and self._free_slots(replica, used - finished // samples) > 0
+        version = replica.version if free else NO_VERSION
+        if version != before:
+            self._move(before, version)
+        if not free:
             self._open.pop(id, None)
-            if not self._open:
-                self._heaps.clear()
             return
         load = (used * samples - finished) / (replica.slots * samples)
-        self._open[id] = replica.version, load
-        if replica.version not in self._heaps:
-            open_versions = {version for version, _ in self._open.values()}
-            self._heaps = {version: self._heaps.get(version, []) for version in sorted(open_versions)}
-        heap = self._heaps[replica.version]
+        self._open[id] = version, load
+        heap = self._heaps[version]
         heappush(heap, (load, id))
         if len(heap) > 64 + 8 * len(self._open):
-            heap[:] = sorted((load, one) for one, (at, load) in self._open.items() if at == replica.version)
+            heap[:] = sorted((load, one) for one, (at, load) in self._open.items() if at == version)
+
+    def _move(self, before: Version, version: Version) -> None:
+        """Count a replica that can take a group at another version than before. `NO_VERSION`: it could or can take
+        none."""
+        if version != NO_VERSION:
+            self._members[version] = self._members.get(version, 0) + 1
+            self._heaps.setdefault(version, [])
+        if before != NO_VERSION:
+            self._members[before] -= 1
+            if not self._members[before]:
+                del self._members[before], self._heaps[before]
 
     # reading
 
@@ -143,24 +155,22 @@ class Replicas:
     @property
     def newest_version(self) -> Version:
         """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
-        newest_first = sorted(self._heaps, reverse=True)
-        return next((version for version in newest_first if self._best(version) is not None), NO_VERSION)
+        return max(self._heaps, default=NO_VERSION)
 
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
         newer; `avoid` only if no other will do."""
-        versions = [version for version in self._heaps if version >= oldest]
-        found = [best for version in versions if (best := self._best(version, avoid)) is not None]
+        found = [self._best(version, avoid) for version in self._heaps if version >= oldest]
         return self.by_id[min(found)[2]] if found else None
 
     def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
         `avoid` only if no other will do."""
         newest_first = sorted((version for version in self._heaps if version >= oldest), reverse=True)
-        found = [best for version in newest_first if (best := self._best(version, avoid)) is not None]
+        found = [self._best(version, avoid) for version in newest_first]
         return self.by_id[min(found, key=itemgetter(0))[2]] if found else None
 
-    def _best(self, version: Version, avoid: ReplicaId = -1) -> tuple[bool, float, ReplicaId] | None:
+    def _best(self, version: Version, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
         """The least loaded replica that can take a group at a version, as (whether it is the one to avoid, its load,
         its id)."""
         heap, avoided = self._heaps[version], None
@@ -175,9 +185,8 @@ class Replicas:
         best = (False, *heap[0]) if heap else None
         if avoided is not None:
             heappush(heap, avoided)
-            return best or (True, *avoided)
-        if best is None:
-            del self._heaps[version]
+            best = best or (True, *avoided)
+        assert best is not None  # the heap has every replica that can take a group at the version
         return best
 
     def idle(self, slow: Sequence[Replica]) -> list[Replica]:
@@ -210,7 +219,7 @@ class Replicas:
     def figures(self) -> tuple[object, ...]:
         """Everything that the indexes know, for comparison."""
         finished = {id: count for id, count in self._finished.items() if count}
-        return self._open, finished, self.freed, set(self.unrewarded)
+        return self._open, self._members, finished, self.freed, set(self.unrewarded)
 
 
 def _median_of_others(paces: Sequence[float], pace: float) -> float:

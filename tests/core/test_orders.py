@@ -431,4 +431,4 @@ def test_the_index_of_replicas_forgets_versions_that_no_replica_has() -> None:
         for replica in replicas.by_id.values():
             replica.version = version
             replicas.update(replica)
-            assert len(replicas._heaps) <= 3 and replicas.newest_version == version
+            assert len(replicas._heaps) <= 2 and replicas.newest_version == version
