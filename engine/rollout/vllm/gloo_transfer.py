@@ -5,6 +5,7 @@ side by `rollout.vllm.weight_sender`. Only the group and the transfer of bytes a
 contents, and the loading into the model come from vLLM's dense NCCL engines, which these classes extend.
 """
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -51,16 +52,19 @@ class GlooTrainerInitInfo(NCCLTrainerInitInfo):
 
     timeout_s: float = 60.0
     """Seconds that either side waits for the other at any point."""
+    listener: socket.socket | None = None
+    """Listens at the address, so that no other process gets the port before the group is formed."""
 
 
 class GlooGroup:
-    """One end of a group whose rank 0 sends. Every wait is bounded."""
+    """One end of a group whose rank 0 sends; only it has a `listener`. Every wait is bounded."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, timeout_s: float, listener: socket.socket | None = None
+    ) -> None:
         self._wait = timedelta(seconds=timeout_s)
-        self._store: Any = distributed.TCPStore(
-            host, port, is_master=rank == 0, timeout=self._wait, wait_for_workers=False
-        )
+        served: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+        self._store: Any = distributed.TCPStore(host, port, timeout=self._wait, wait_for_workers=False, **served)
         self._group: Any = gloo_group(self._store, rank, size, own_address(host, port), self._wait)
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -131,7 +135,9 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
         )
         with ThreadPoolExecutor(max_workers=1) as aside:  # during the call, the workers wait for this side
             asked = aside.submit(client.init_weight_transfer_engine, asdict(joining))
-            made.model_update_group = GlooGroup(*where, 0, init_info.world_size, init_info.timeout_s)
+            made.model_update_group = GlooGroup(
+                *where, 0, init_info.world_size, init_info.timeout_s, init_info.listener
+            )
             asked.result()
         return made
 

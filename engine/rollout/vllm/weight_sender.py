@@ -77,16 +77,16 @@ class Sender:
 def trainer_info(backend: str, host: str, workers: int, *, bucket_bytes: int, timeout_s: float) -> Any:
     """What the sender needs to join a group with `workers` workers. For `nccl` it is vLLM's own class, which has no
     timeout."""
-    with socket.create_server((host, 0), family=family_of(host)) as free:
-        port = free.getsockname()[1]
+    listener = socket.create_server((host, 0), family=family_of(host))
     shape: dict[str, Any] = {
         "rank": 0,
         "master_address": host,
-        "master_port": port,
+        "master_port": listener.getsockname()[1],
         "world_size": 1 + workers,
         "packed": True,
         "packed_buffer_size_bytes": bucket_bytes,
     }
     if backend == "nccl":
+        listener.close()  # vLLM listens there itself
         return NCCLTrainerInitInfo(**shape)
-    return GlooTrainerInitInfo(**shape, timeout_s=timeout_s)
+    return GlooTrainerInitInfo(**shape, timeout_s=timeout_s, listener=listener)
