@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from steady_world import steady_world
+from steady_world import close_worlds, steady_world
 
 from engine.cli import main
 from engine.inspect.advice import advise
@@ -29,6 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose name, metrics and responses try to be markup."""
     directory = tmp_path_factory.mktemp("run")
     history = read_history(faulty_record(directory=directory / "schedule", run=f"r{HOSTILE}"))
+    close_worlds()  # before a browser is open
     rewards = {"reward": [[0, 0, 1], [0.9, 1, 3]], f"reward_{HOSTILE}": [[0.5, 0.5, 4]]}
     rows = [{**row, "loss": 0.5, HOSTILE: 1.0, "reward_histograms": rewards} for row in history.rows]
     del rows[2]["reward_histograms"]
