@@ -103,7 +103,7 @@ class EnvironmentSection(Section):
         description="Class of the environment, or a function that returns one, as module:Class; null: none.",
     )
     arguments: dict[str, Any] = Field(
-        {}, max_length=256, description="Keyword arguments with which the class is called for every episode."
+        {}, max_length=256, description="Keyword arguments that the class gets for each episode."
     )
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum number of model answers in an episode.")
     max_tokens: int | None = Field(

@@ -101,7 +101,7 @@ def any_limits(choose: Choices) -> Limits:
 
 
 def any_timeouts(choose: Choices) -> Timeouts:
-    """Any time limits: none, one for groups only, one for every order, or the defaults."""
+    """Draws time limits: none, one for groups only, one for each order, or the defaults."""
     one = choose.choice
     chosen = one(["none", "groups", "all", "all", "auto"])
     if chosen in ("none", "groups"):
