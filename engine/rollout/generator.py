@@ -299,14 +299,19 @@ class ModelGenerator(BackendGenerator):
         if result.finish_reason != "abort":
             trajectory.finish_reason = result.finish_reason
             attempt.report_finished()
+            self._save_if_due(attempt)
 
     def _take_report(self, attempt: Attempt, index: int, so_far: SampleResult) -> None:
-        """Take a report of the backend. The group is saved after as many reports as it has unfinished trajectories."""
         attempt.work.progress()
         attempt.so_far[index] = so_far
         attempt.reports += 1
+        self._save_if_due(attempt)
+
+    def _save_if_due(self, attempt: Attempt) -> None:
+        """Save the group after as many reports of the backend as it has unfinished trajectories."""
         save, trajectories = attempt.work.save, attempt.group.trajectories
-        if save is None or attempt.reports < sum(not trajectory.finished for trajectory in trajectories):
+        unfinished = sum(not trajectory.finished for trajectory in trajectories)
+        if save is None or not 0 < unfinished <= attempt.reports:
             return
         attempt.reports = 0
         group = TrajectoryGroup(

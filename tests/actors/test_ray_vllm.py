@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
-from frozen_engine import FrozenEngine
+from gate import Gate, gated
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_plans import check_record, events_of
@@ -30,7 +31,7 @@ require_vllm()
 STEPS, BATCH, SAMPLES, EVERY = 3, 4, 4, 10
 
 
-def tree(made: Path) -> dict[str, Any]:
+def tree(made: Path, gate: Path) -> dict[str, Any]:
     """A model hardly trained, so that its responses are of any length; heads of 32, as vLLM on a CPU wants them."""
     arithmetic = {"train_prompts": 200, "validation_prompts": 4, "warmup_steps": 12, "layers": 4, "heads": 2}
     return {
@@ -39,7 +40,7 @@ def tree(made: Path) -> dict[str, Any]:
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 0},
         "rollout": {
             "backend": "vllm", "replicas": 2, "slots": 6, "max_tokens": 150, "transport": "vllm",
-            "engine_args": ENGINE_ARGS,
+            "engine_args": ENGINE_ARGS | gated(gate),
         },
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
         "validation": {"at_start": False, "at_end": False},
@@ -47,24 +48,33 @@ def tree(made: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def until_stored(run: RunHandle, run_dir: Path, engine: FrozenEngine) -> GroupId:
-    """The group whose prefix is recorded as stored, and whose engine stands still."""
+def first_stored(run: RunHandle, run_dir: Path, replica: int) -> GroupId:
     for _ in run.updates():
-        group = engine.group()
-        if group is not None and group in {stored.group for stored in events_of(run_dir, PrefixStored)}:
-            return group
+        for stored in events_of(run_dir, PrefixStored):
+            if stored.replica == replica:
+                return stored.group
     pytest.fail("no prefix was stored")
+
+
+def engine_process(run_dir: Path, replica: int) -> psutil.Process:
+    """The process of this replica's engine: it writes the replica's log."""
+    log = str(run_dir / f"logs/rollout-{replica}.vllm.log")
+    engines = (process for process in psutil.process_iter() if "EngineCor" in process.name())
+    (found,) = (engine for engine in engines if log in {file.path for file in engine.open_files()})
+    return found
 
 
 def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    engine = FrozenEngine(run_dir)
-    planned = plan_of(parse_config(tree(tmp_path)), run_dir)
+    gate = Gate(tmp_path / "gate")
+    gate.hold(EVERY)
+    planned = plan_of(parse_config(tree(tmp_path, tmp_path / "gate")), run_dir)
     limits = replace(planned.limits, replica_restarts=0)  # another engine would take longer to start than the run
-    with start(replace(planned, limits=limits, make_rollout=engine.rollouts(planned.make_rollout))) as run:
-        killed = until_stored(run, run_dir, engine)
-        engine.kill()
+    with start(replace(planned, limits=limits)) as run:
+        killed = first_stored(run, run_dir, replica=0)
+        engine_process(run_dir, replica=0).kill()
+        gate.open()
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", STEPS), status.reason
 

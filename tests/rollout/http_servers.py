@@ -15,10 +15,9 @@ import aiohttp
 from aiohttp import web
 from backends import CONTEXT, WIDE, build
 from forked_engines import Forked, forked_engines, serve
-from gate import Gate
+from gate import Gate, gated
 from transformers import PreTrainedModel
 from vllm_arguments import ONE_PROCESS
-from vllm_engines import gated
 
 from engine.tasks.arithmetic import ALPHABET
 from engine.tasks.tokenizer import save_character_tokenizer

@@ -1,15 +1,17 @@
 """Partial results of a running request: backends report them, and the generator makes groups of them."""
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from backends import Kind, build_torch, go_on, run_over, until_sampled
+from backends import Kind, build, build_torch, go_on, run_over, until_sampled
 from test_generator import by_length, over
 
 from engine.protocols import GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span, TrajectoryGroup
 
 LONG = 150
@@ -141,3 +143,47 @@ def test_finished_siblings_are_saved_as_such_and_no_more_waited_for() -> None:
     assert any(t.finish_reason == "stop" for t in last.trajectories)
     assert last.tokens > sum(lengths) - 4 * 2 * 10
     assert whole.tokens == 4 * LONG
+
+
+class OneEndsUnreported(TorchBackend):
+    """Of two requests, the first reports once. The second then ends without a report, before the first one ends."""
+
+    reported: asyncio.Event
+    ended: asyncio.Event
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        result = await super().sample(replace(request, report=None))
+        if ".1." in request.id:
+            await self.reported.wait()
+            return result
+        assert request.report is not None
+        so_far = SampleResult(
+            token_ids=result.token_ids[:EVERY],
+            logprobs=result.logprobs[:EVERY],
+            spans=[Span(0, EVERY, 0)],
+            finish_reason="",
+        )
+        request.report(so_far)
+        self.reported.set()
+        await self.ended.wait()
+        return result
+
+
+def test_a_group_is_saved_when_the_sibling_ends_whose_report_was_missing() -> None:
+    saved: list[TrajectoryGroup] = []
+
+    async def scenario() -> None:
+        backend = OneEndsUnreported(build("qwen2"))
+        backend.reported, backend.ended = asyncio.Event(), asyncio.Event()
+        generator = over(backend, by_length(SamplingParams(max_tokens=LONG)))
+        work = GroupWork(
+            group=3, attempt=1, prompt=Prompt(row=0, text="abc"), samples=2, save_every_tokens=EVERY, save=saved.append,
+            finished=lambda count: backend.ended.set() if count else None,
+        )  # fmt: skip
+        try:
+            await generator.generate(work)
+        finally:
+            await generator.close()
+
+    asyncio.run(scenario())
+    assert [[len(trajectory.token_ids) for trajectory in one.trajectories] for one in saved] == [[EVERY, LONG]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 from forked_engines import forked_engines
-from gate import Counted, Gate
+from gate import Counted, Gate, gated
 from transformers import PreTrainedModel
 from vllm_arguments import ENGINE_ARGS
 
@@ -47,11 +47,6 @@ def start(model: PreTrainedModel, **options: Any) -> Any:
     backend.process = min(processes() - before)
     STARTED.append(backend)
     return backend
-
-
-def gated(gate: Path) -> dict[str, Any]:
-    """Engine arguments for requests that stop at a gate."""
-    return {"scheduler_cls": "held_scheduler.HeldScheduler", "additional_config": {"gate": str(gate)}}
 
 
 def rent(model: PreTrainedModel, kind: Any = None) -> "Rented":

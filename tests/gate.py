@@ -15,6 +15,11 @@ OPEN = 2**62
 TOO_LONG_S = 100.0
 
 
+def gated(gate: Path) -> dict[str, Any]:
+    """Engine arguments for requests that stop at a gate."""
+    return {"scheduler_cls": "held_scheduler.HeldScheduler", "additional_config": {"gate": str(gate)}}
+
+
 class Gate:
     """A turn, counted up each time it is set, and the tokens that each request may have from then on."""
 
