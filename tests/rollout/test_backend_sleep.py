@@ -4,10 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from backends import BACKENDS, build, build_torch, run_over, until_sampled
+import vllm_engines
+from backends import BACKENDS, WIDE, build, build_torch, run_over, until_sampled
 from test_generator import by_length, over
 from test_torch_backend import ask
-from vllm_arguments import require_vllm
+from test_vllm_weights import assert_samples, greedy
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
 from engine.protocols import Sleeper
@@ -94,3 +96,26 @@ def test_vllm_on_a_cpu_forgets_its_cache_and_samples_on() -> None:
         assert len((await backend.sample(ask(0, PARAMS))).token_ids) == 40
 
     run_over(BACKENDS["vllm"].make("qwen2"), scenario)
+
+
+def test_vllm_drops_its_weights_and_loads_the_next_or_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_vllm()
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda platform: True)
+    sleeping = {"enable_sleep_mode": True, "worker_cls": "sleeping_worker.SleepingWorker"}
+    first, second = (build("qwen2-untied", seed, **WIDE) for seed in (0, 1))
+
+    async def scenario(backend: Any) -> None:
+        for version, model in ((0, first), (1, second), (1, second)):
+            await backend.pause("abort")
+            await backend.sleep()
+            if version > backend.version:
+                await backend.stage(version, model.state_dict())
+            await backend.wake()
+            if version > backend.version:
+                await backend.install(version)
+            await backend.resume()
+            assert_samples(model, await backend.sample(greedy(f"{version}")))
+
+    run_over(vllm_engines.start(first, engine_args=ENGINE_ARGS | sleeping), scenario)

@@ -145,6 +145,8 @@ class VllmBackend(RemoteEngine):
         self._vocabulary: int = config.get_vocab_size()
         super().__init__()
         self._sleep_mode = bool(arguments.get("enable_sleep_mode"))
+        self._dropped = False
+        """Whether its weights were dropped by a sleep and not loaded since."""
         self._sessions = SessionEngines(arguments.get("data_parallel_size", 1))
         self._runs: dict[str, RunningRequest] = {}
         self._opening: asyncio.Task[None] | None = None
@@ -301,6 +303,8 @@ class VllmBackend(RemoteEngine):
             if undone:
                 self._fail(f"after version {version} ({wrong}) the one before it could not be restored: {undone}")
             raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
+        if self._dropped:
+            await self._wake_completely()
         await self._control(self._engine.update_weight_version(str(version)))
         self._version = version
         for run in self._runs.values():
@@ -322,7 +326,13 @@ class VllmBackend(RemoteEngine):
         return await self._incoming.differences(self.install_timeout_s)
 
     async def resume(self) -> None:
+        """See `protocols.Generator`. Raises: `EngineError` if weights that were dropped cannot be loaded again."""
         await self._open()
+        if self._dropped:
+            wrong = await self._incoming.swap(self._version, self.install_timeout_s)
+            if wrong:
+                raise EngineError(f"version {self._version} could not be loaded again after the sleep: {wrong}")
+            await self._wake_completely()
         await self._control(self._engine.resume_generation())
         self._paused = self._frozen = False
         self._resumes += 1
@@ -330,24 +340,33 @@ class VllmBackend(RemoteEngine):
             run.turn.set()
 
     async def sleep(self) -> None:
-        """Free memory (level 1): weights move to host memory, keys and values are dropped. Without sleep mode, only
-        cached prefixes are dropped. Raises: `EngineError` if the engine is not paused."""
+        """Free memory: keys and values are dropped, and so are weights that the next install replaces (level 2). The
+        model under an adapter moves to host memory (level 1). Without sleep mode, only cached prefixes are dropped.
+        Raises: `EngineError` if the engine is not paused."""
         self._check_open()
         if not self._frozen:
             raise EngineError("vLLM can sleep only when paused")
-        if self._sleep_mode:
-            await self._control(self._engine.sleep(level=1))
-        else:
+        if not self._sleep_mode:
             await self._control(self._engine.reset_prefix_cache())
+            return
+        self._dropped = self._incoming.replaces_model
+        await self._control(self._engine.sleep(level=2 if self._dropped else 1))
 
     async def wake(self) -> None:
-        """Allocate the memory again, with the same weights. The engine stays paused; vLLM's own wake-up would let it
-        sample."""
+        """Allocate the memory again. If the weights were dropped, only theirs: the install that follows needs room to
+        load them, and without an install `resume` loads the last ones."""
         self._check_open()
-        if self._sleep_mode:
-            if not await self._control(self._engine.wake_up()):
-                raise EngineError("vLLM did not wake up completely")
-            await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))
+        if self._dropped:
+            await self._control(self._engine.wake_up(["weights"]))
+        elif self._sleep_mode:
+            await self._wake_completely()
+
+    async def _wake_completely(self) -> None:
+        """The engine stays paused; vLLM's own wake-up would let it sample."""
+        if not await self._control(self._engine.wake_up()):
+            raise EngineError("vLLM did not wake up completely")
+        await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))
+        self._dropped = False
 
     # The start and the end of the engine.
 

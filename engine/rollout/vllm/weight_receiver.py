@@ -37,6 +37,9 @@ JOIN_S = 300.0
 class Incoming:
     """The staged weights of one engine, and how they are installed."""
 
+    replaces_model = True
+    """Whether a version is the whole model."""
+
     def __init__(self, area: StagingArea, engine: Any, control: Control, grace_s: float) -> None:
         """`grace_s`: seconds beyond its limit that vLLM gets to answer an install before it counts as stuck."""
         self._area = area
@@ -177,6 +180,8 @@ class Incoming:
 
 class IncomingAdapter(Incoming):
     """Versions that are adapters. vLLM loads each from its staged directory, in place of the one before."""
+
+    replaces_model = False
 
     async def open(self, version: Version) -> None:
         """Install an adapter of zeros: a request without one would never get one. Raises: `EngineError`."""
