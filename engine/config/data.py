@@ -12,7 +12,7 @@ from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate, Sou
 
 FilePath = Annotated[str, Field(min_length=1)]
 Paths = FilePath | Annotated[list[FilePath], Field(min_length=1, max_length=10_000)]
-"""A file, a directory of `datasets`, a glob, or a list of these."""
+"""A file, a directory of `datasets`, a glob, an address on the hub, or a list of these."""
 MOST_SOURCES = 64
 
 
@@ -73,7 +73,7 @@ class DataSection(Section):
     path: Paths | None = Field(
         None,
         description="Training prompts: a JSONL, JSON, CSV or Parquet file, a directory of datasets' save_to_disk, a "
-        "glob, or a list of these.",
+        "glob, files of a dataset on the hub (hf://datasets/OWNER/NAME/FILE), or a list of these.",
     )
     sources: list[SourceSection] = Field(
         [], max_length=MOST_SOURCES, description="Several sources with weights, instead of data.path."

@@ -8,16 +8,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from engine.tasks.hub_files import HUB
+
 PATHS = {
     "run.dir": "path",
     "run.code_dir": "path",
     "model.path": "path or hub name",
     "model.checkpoint_path": "path",
-    "model.warm_start.path": "path",
-    "data.path": "path",
-    "data.sources.path": "path",
-    "data.validation_path": "path",
-    "validation.sets.path": "path",
+    "model.warm_start.path": "path or files on the hub",
+    "data.path": "path or files on the hub",
+    "data.sources.path": "path or files on the hub",
+    "data.validation_path": "path or files on the hub",
+    "validation.sets.path": "path or files on the hub",
     "rollout.weights_dir": "path",
     "trainer.reference_path": "path or hub name",
     "metrics.sinks.tensorboard.dir": "path",
@@ -41,6 +43,8 @@ def absolute_paths(value: Any, base: str, field: str = "") -> Any:
         return value
     place = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
     if PATHS[field] == "path or hub name" and _may_be_hub_name(value) and not os.path.exists(place):
+        return value
+    if PATHS[field] == "path or files on the hub" and value.startswith(HUB):
         return value
     if PATHS[field] == "path or address" and ":" in value:
         return value

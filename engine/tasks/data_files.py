@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import ALIKE, ConfigError, counted, suggestion
+from engine.tasks.hub_files import HUB, download_files
 
 MESSAGES, TOOLS = "messages", "tools"
 """Columns with a fixed meaning."""
@@ -25,7 +26,8 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET_SUFFIXES = (".parquet", ".pq")
 FORMATS = (
-    "a JSONL, JSON, CSV or Parquet file, a directory that datasets' save_to_disk wrote, a glob, or a list of these"
+    "a JSONL, JSON, CSV or Parquet file, a directory that datasets' save_to_disk wrote, a glob, an address on the hub "
+    "(hf://datasets/...), or a list of these"
 )
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """The files that identify a directory of `Dataset.save_to_disk`, and one of `DatasetDict.save_to_disk`."""
@@ -57,13 +59,16 @@ class DataRows(Protocol):
 
 
 def files_of(path: Paths, config_field: str) -> list[Path]:
-    """The files that a path, a glob or a list of them names. A glob is sorted by name; a list keeps its order.
+    """The files that a path, a glob, an address on the hub or a list of these names. A glob is sorted by name; a list
+    keeps its order.
 
     Raises: `ConfigError` for a path that does not exist, or is not a file of a known format.
     """
     files: list[Path] = []
     for one in [path] if isinstance(path, str | Path) else path:
-        files += _files_of_one(Path(one).expanduser(), config_field)
+        named = str(one)
+        local = download_files(named, config_field) if named.startswith(HUB) else Path(one).expanduser()
+        files += _files_of_one(local, config_field)
     if not files:
         raise ConfigError(config_field, [], "names no file", f"give {FORMATS}")
     if len(files) > MOST_FILES:

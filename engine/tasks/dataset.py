@@ -4,6 +4,7 @@ Called by the executors, which draw prompts for a run, and by validation. Reads 
 bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process.
 """
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -103,7 +104,7 @@ class Dataset:
         shown = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
         if not any(map(len, parts)):
             raise ConfigError(config_field, shown, "has no rows", "add at least one row with a prompt")
-        return cls(str(Path(shown).expanduser()), Parts(parts), prompt_field, columns=columns, gaps=check.gaps())
+        return cls(os.path.expanduser(shown), Parts(parts), prompt_field, columns=columns, gaps=check.gaps())
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
