@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.section import DEVICE, TRAINER, Section
 from engine.states.limits import BOUNDS
 from engine.training.custom_functions import CustomFunction, is_custom
-from engine.training.lora import CONFIG_FILE, Lora
+from engine.training.lora import CONFIG_FILE, Lora, without_experts
 from engine.training.named_tensors import Shapes
 from engine.training.trainer_settings import CUSTOM_FIELDS, StepChoices, TrainerSettings
 
@@ -163,14 +163,14 @@ def refuse_adapter_as_model(directory: Path, field: str) -> None:
 
 
 def linear_layers(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of the matrices in numbered blocks, by the last part of their layers' names. Embeddings and the head are
-    in no block."""
+    """Shapes of the matrices in numbered blocks that an adapter can have, by the last part of their layers' names.
+    Embeddings and the head are in no block."""
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         parts = name.split(".")
         if parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2]):
             found.setdefault(parts[-2], []).append(shape)
-    return dict(sorted(found.items()))
+    return {layer: found[layer] for layer in without_experts(found, shapes)}
 
 
 def adapter_numbers(lora: Lora, shapes: Shapes) -> int:

@@ -7,7 +7,7 @@ without them. Must not train or publish, and writes no files except an adapter's
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +25,8 @@ ALL_LINEAR = "all-linear"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 """The two files of an adapter, as peft writes and reads them."""
+OF_EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+"""Names of the layers of experts and of their router."""
 _NAME = "default"
 _PREFIX = "base_model.model."
 """Prefix of the names of a model's parameters in peft's files."""
@@ -45,7 +47,7 @@ class Lora(Section):
         max_length=64,
         description="Linear layers to adapt: all-linear, or names such as q_proj.",
     )
-    """Last parts of the names of linear layers; all-linear: every one except the model's head."""
+    """Last parts of the names of linear layers; all-linear: every one except the model's head and experts."""
     dropout: float = Field(0.0, ge=0, le=0, description="Must be 0: with dropout, the sampler's log-probs differ.")
 
     @field_validator("target_modules", mode="before")
@@ -94,8 +96,15 @@ def add_adapter(model: Any, lora: Lora, seed: int = 0) -> None:
         inject_adapter_in_model(config, model)
 
 
+def without_experts(layers: Iterable[str], parameters: Iterable[str]) -> list[str]:
+    """The names of the layers that an adapter can have, sorted: all, or in a model with experts those that no expert
+    has. peft takes the others for the experts, and changes the targets of an adapter accordingly."""
+    has_experts = any("experts" in parameter.split(".") for parameter in parameters)
+    return sorted({*layers} - OF_EXPERTS if has_experts else {*layers})
+
+
 def linear_layers(model: Any) -> list[str]:
-    """The last parts of the names of a model's linear layers, without its head; sorted, each once."""
+    """The last parts of the names of a model's linear layers, without its head and experts; sorted, each once."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -105,7 +114,7 @@ def linear_layers(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     }
-    return sorted(names)
+    return without_experts(names, (name for name, _ in model.named_parameters()))
 
 
 def has_adapter(model: Any) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from forked_ranks import OfRanks
 from test_ranks import close_to
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from engine.config.model_description import tensor_shapes
+from engine.config.trainer import adapter_numbers
 from engine.errors import ConfigError
 from engine.protocols import Batch
 from engine.rollout.backend import SampleRequest, SamplingParams
@@ -140,6 +143,17 @@ def test_the_reference_chooses_its_own_experts(
     scored, repeated = torch.cat(trainer.reference.score(samples)), torch.cat(trainer.policy.score(samples))
     own = torch.cat(trainer.policy.score([replace(sample, routes=None) for sample in samples]))
     assert torch.allclose(scored, own, atol=1e-4) and not torch.allclose(scored, repeated, atol=1e-2)
+
+
+def test_an_adapter_has_no_layer_of_an_expert_or_of_its_name(paths: dict[str, str]) -> None:
+    lora = Lora(rank=2)
+    trainer = ModelTrainer(paths["experts"], TrainerSettings(bf16="off", lora=lora))
+    layers = {name.split(".")[-3] for name in trainer.weights()}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    numbers = sum(tensor.numel() for tensor in trainer.weights().values())
+    assert adapter_numbers(lora, tensor_shapes(Path(paths["experts"]))) == numbers
+    with pytest.raises(ConfigError, match="no linear layer named up_proj"):
+        ModelTrainer(paths["experts"], TrainerSettings(lora=Lora(rank=2, target_modules=("up_proj",))))
 
 
 def test_a_token_without_known_experts_gets_the_models_own(paths: dict[str, str], group: TrajectoryGroup) -> None:
