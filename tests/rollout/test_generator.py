@@ -197,7 +197,10 @@ def test_group_that_had_finished_sampling_is_returned_finished_not_aborted() -> 
         leave.set()
         return await task
 
-    generated = run(make(slow, max_tokens=5), scenario)
+    try:
+        generated = run(make(slow, max_tokens=5), scenario)
+    finally:
+        leave.set()
     assert not generated.aborted and generated.group.finished
     assert [trajectory.reward for trajectory in generated.group.trajectories] == [1.0] * 4
 
@@ -215,7 +218,10 @@ def test_slow_reward_does_not_hold_up_other_groups() -> None:
         leave.set()
         assert (await slow).group.finished
 
-    run(make(slow_for_one, max_tokens=5), scenario)
+    try:
+        run(make(slow_for_one, max_tokens=5), scenario)
+    finally:
+        leave.set()
 
 
 def test_trajectories_are_reported_as_they_end_and_kept_ones_at_the_start() -> None:
@@ -315,9 +321,11 @@ def test_reward_that_fails_is_a_data_failure_naming_function_and_value(reward: A
 def test_reward_that_takes_too_long_is_a_data_failure_and_its_stack_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     leave = threading.Event()
 
-    with pytest.raises(DataFailure, match=r"took longer than 0\.01 s"):
-        judged(lambda prompt, trajectory: leave.wait(30), timeout_s=0.01)
-    leave.set()
+    try:
+        with pytest.raises(DataFailure, match=r"took longer than 0\.01 s"):
+            judged(lambda prompt, trajectory: leave.wait(30), timeout_s=0.01)
+    finally:
+        leave.set()
     assert f'File "{__file__}"' in caplog.text and "self._cond.wait(timeout)" in caplog.text
 
 
@@ -340,7 +348,10 @@ def test_rewards_that_never_return_take_no_place_from_others() -> None:
         assert (await queued).group.finished, "the time of a call must not count while it waits for its place"
         leave.set()
 
-    run(make(stuck_for_one, max_tokens=5, reward_timeout_s=2.0), scenario)
+    try:
+        run(make(stuck_for_one, max_tokens=5, reward_timeout_s=2.0), scenario)
+    finally:
+        leave.set()
 
 
 def test_too_many_rewards_that_never_return_are_the_end_of_the_replica_by_name() -> None:
@@ -362,7 +373,10 @@ def test_too_many_rewards_that_never_return_are_the_end_of_the_replica_by_name()
         assert not isinstance(raised.value, DataFailure)
         leave.set()
 
-    run(make(stuck, max_tokens=1, reward_timeout_s=0.001), scenario)
+    try:
+        run(make(stuck, max_tokens=1, reward_timeout_s=0.001), scenario)
+    finally:
+        leave.set()
 
 
 def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
@@ -383,7 +397,10 @@ def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
             await asyncio.sleep(0)
         assert not hanging.story
 
-    asyncio.run(scene())
+    try:
+        asyncio.run(scene())
+    finally:
+        leave.release(MOST_HANGING + 1)
 
 
 def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
@@ -412,7 +429,10 @@ def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
         leave.set()
         assert await second == [1.0] and running == [1, 2]
 
-    asyncio.run(scene())
+    try:
+        asyncio.run(scene())
+    finally:
+        leave.set()
 
 
 STUCK_PROCESS = """

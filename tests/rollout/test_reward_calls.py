@@ -118,7 +118,10 @@ def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
             [float(row)] * 2 for row in range(4)
         ]
 
-    asyncio.run(scene())
+    try:
+        asyncio.run(scene())
+    finally:
+        leave.release(3)
     assert calls == [[0, 0], [1, 1, 2, 2], [3, 3]]
 
 
@@ -207,7 +210,10 @@ def test_calls_are_measured_by_function_with_who_waits_for_them() -> None:
         (done,) = grader.call_figures()
         assert (done.groups, done.queued, done.calls, done.running_s) == (0, 0, 4, 0.0) and done.seconds > 0
 
-    asyncio.run(scene())
+    try:
+        asyncio.run(scene())
+    finally:
+        leave.set()
 
 
 def test_texts_are_given_and_rewards_left_to_who_gives_them_later() -> None:
