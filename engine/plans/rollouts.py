@@ -237,17 +237,17 @@ def vllm_args(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 
 def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
-    """The replica's server, with the run's initial weights. Raises: `ConfigError` if the environment has no key or the
-    server cannot be used."""
+    """The replica's server, with the run's initial weights. Raises: `ConfigError` if the environment has no usable key,
+    or the server cannot be used."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from engine.rollout.openai.openai_backend import OpenAIBackend
+    from engine.tasks.http_client import problem_of_key
 
     r = config.rollout
-    key = None if r.api_key_env is None else os.environ.get(r.api_key_env)
-    if r.api_key_env is not None and not key:
-        law = "is not set in the environment, or is empty"
-        raise ConfigError("rollout.api_key_env", r.api_key_env, law, "set this environment variable to the key")
+    wrong_key = None if r.api_key_env is None else problem_of_key(r.api_key_env)
+    if wrong_key is not None:
+        raise ConfigError("rollout.api_key_env", r.api_key_env, *wrong_key)
     lora = config.trainer_settings.lora
     initial = (
         None
@@ -258,7 +258,7 @@ def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollou
         r.urls[replica],
         model=inputs.model,
         served_model_name=r.served_model_name,
-        key=key,
+        key=None if r.api_key_env is None else os.environ[r.api_key_env],
         weights_dir=r.weights_dir,
         initial=initial,
         sync_mode=r.sync_mode,

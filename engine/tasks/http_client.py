@@ -6,6 +6,7 @@ loop. It never retries: its exceptions tell the caller whether a retry may help.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
@@ -140,6 +141,19 @@ class Http:
     def _unavailable(self, path: str, error: BaseException) -> Unavailable:
         story = self.without_key(str(error)) or type(error).__name__
         return Unavailable(f"{self.url}{path} cannot be reached or closed the connection: {_shown(story)}")
+
+
+def problem_of_key(variable: str) -> tuple[str, str] | None:
+    """Why an environment variable holds no key for an HTTP header, and what to do; None if it does."""
+    key = os.environ.get(variable)
+    if not key:
+        return "is not set in the environment, or is empty", "set this environment variable to the key"
+    if not key.isprintable():
+        return (
+            "holds a key with a control character, such as a line break, or one that is not UTF-8",
+            "set this environment variable to the key alone",
+        )
+    return None
 
 
 async def pause(seconds: float) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.errors import DataFailure, EngineError
-from engine.tasks.http_client import Http, RefusedRequest, Unavailable, pause
+from engine.tasks.http_client import Http, RefusedRequest, Unavailable, pause, problem_of_key
 from engine.tasks.reward_forms import Problem, declare
 from engine.trajectory import Prompt, Trajectory
 
@@ -49,14 +49,9 @@ def _check(
     problem = _form_problem(url, model, template, pattern, low, high, retries, request_timeout_s)
     if problem is not None:
         return problem
-    if api_key_env is not None and not os.environ.get(api_key_env):
-        return "api_key_env", "is not set in the environment, or is empty", "set this environment variable to the key"
-    if not _key(api_key_env).isprintable():  # it would be refused as a header of HTTP
-        return (
-            "api_key_env",
-            "holds a key with a control character, such as a line break, or one that is not UTF-8",
-            "set this environment variable to the key alone",
-        )
+    wrong_key = None if api_key_env is None else problem_of_key(api_key_env)
+    if wrong_key is not None:
+        return ("api_key_env", *wrong_key)
 
     async def ask() -> None:
         async with Http(url, _key(api_key_env), timeout_s=CHECK_S) as http:

@@ -172,6 +172,10 @@ class SmallServer:
         return web.json_response({"data": [{"id": NAME}]})
 
     async def _openapi(self, request: web.Request) -> web.Response:
+        if self.lacks.get("silent"):
+            await self._never.wait()
+        if self.lacks.get("broken"):
+            return web.json_response({}, status=500)
         paths: dict[str, Any] = {} if self.lacks.get("installs") else {"/collective_rpc": {}}
         return web.json_response({"paths": paths})
 

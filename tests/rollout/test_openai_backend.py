@@ -227,16 +227,28 @@ def test_nobody_there(tmp_path: Path) -> None:
         OpenAIBackend(server.url, model="-", wait_s=0.0)
 
 
-def test_a_key_that_is_in_no_environment_variable() -> None:
-    served = {"backend": "openai", "urls": ["http://127.0.0.1:1"], "weights_dir": "/tmp", "api_key_env": "NO_SUCH_KEY"}
+@pytest.mark.parametrize(("key", "says"), [("", "is not set in the environment"), ("key\n", "control character")])
+def test_a_variable_without_a_usable_key(key: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_NAME, key)
+    served = {"backend": "openai", "urls": ["http://127.0.0.1:1"], "weights_dir": "/tmp", "api_key_env": KEY_NAME}
     config = parse_config({"model": {"make": "arithmetic"}, "rollout": served})
-    with pytest.raises(ConfigError, match=r"rollout.api_key_env.*is not set in the environment"):
+    with pytest.raises(ConfigError, match=rf"rollout.api_key_env.*{says}"):
         openai_backend(config, Inputs("model", "data", None, None, "prompt"), 0)
 
 
 def test_somebody_there_who_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="does not answer"):
         OpenAIBackend(f"http://127.0.0.1:{silent.getsockname()[1]}", model="-", wait_s=0.0, timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("silent", "says"), [(True, "does not describe its routes"), (False, "cannot load new weights")]
+)
+def test_routes_that_a_server_does_not_tell_are_absent_only_if_it_answers(
+    silent: bool, says: str, tmp_path: Path
+) -> None:
+    with SmallServer(silent=silent, broken=not silent) as server, pytest.raises(ConfigError, match=says):
+        OpenAIBackend(server.url, model="-", weights_dir=str(tmp_path), wait_s=0.0, timeout_s=0.5)
 
 
 # -- a server that misbehaves on the way -------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ async def abilities_of(
     weights are adapters, which a request names; the server is not asked for its version. Raises: `ConfigError`."""
     listed = await _until_up(http, key_field, wait_s)
     card = _card(http, listed, model)
-    described = await _described(http)
+    described = await _described(http, wait_s)
     paths = described.get("paths", {})
     tells = not adapter and all(
         path in paths for path in (TokensInOut.path, "/abort_requests", "/update_weight_version", "/weight_info")
@@ -99,28 +99,34 @@ def check_training(http: Http, found: Abilities, sync_mode: str, *, adapter: boo
 
 
 async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str, Any]]:
+    try:
+        answer = await _answer_of(http, "/v1/models", wait_s)
+    except RefusedRequest as error:
+        if error.details["status"] in (401, 403):
+            law = f"{http.url} refuses the request without a valid key"
+            raise ConfigError(key_field, None, law, "set it to the environment variable that holds the key") from None
+        fix = "use the address of an OpenAI-compatible server, like http://host:8000"
+        raise ConfigError("rollout.urls", http.url, error.message, fix) from None
+    except Unavailable as error:
+        law = f"does not answer: {error.message}"
+        raise ConfigError("rollout.urls", http.url, law, "start the server first") from None
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    return [card for card in listed or [] if isinstance(card, dict) and "id" in card]
+
+
+async def _answer_of(http: Http, path: str, wait_s: float) -> Any:
+    """The answer to a GET, which is repeated for `wait_s` while the server is unavailable. Raises: `Unavailable`,
+    `RefusedRequest`."""
     loop, pause_s = asyncio.get_running_loop(), 0.25
     until = loop.time() + wait_s
     while True:
         try:
-            answer = await http.call("GET", "/v1/models")
-        except RefusedRequest as error:
-            if error.details["status"] in (401, 403):
-                law = f"{http.url} refuses the request without a valid key"
-                raise ConfigError(
-                    key_field, None, law, "set it to the environment variable that holds the key"
-                ) from None
-            fix = "use the address of an OpenAI-compatible server, like http://host:8000"
-            raise ConfigError("rollout.urls", http.url, error.message, fix) from None
-        except Unavailable as error:
+            return await http.call("GET", path)
+        except Unavailable:
             if loop.time() + pause_s > until:
-                law = f"does not answer: {error.message}"
-                raise ConfigError("rollout.urls", http.url, law, "start the server first") from None
+                raise
             await pause(pause_s)
             pause_s *= 2
-        else:
-            listed = answer.get("data") if isinstance(answer, dict) else None
-            return [card for card in listed or [] if isinstance(card, dict) and "id" in card]
 
 
 def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[str, Any]:
@@ -135,10 +141,17 @@ def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[s
     raise ConfigError("rollout.served_model_name", model, law, "use one of these" if names else "")
 
 
-async def _described(http: Http) -> dict[str, Any]:
+async def _described(http: Http, wait_s: float) -> dict[str, Any]:
+    """The server's description of its routes; empty if it has none. Raises: `ConfigError` if the server does not
+    answer."""
     try:
-        answer = await http.call("GET", "/openapi.json")
-    except EngineError:
+        answer = await _answer_of(http, "/openapi.json", wait_s)
+    except Unavailable as error:
+        if "status" in error.details:
+            return {}
+        law, fix = f"does not describe its routes: {error.message}", "look at the log of the server"
+        raise ConfigError("rollout.urls", http.url, law, fix) from None
+    except RefusedRequest:
         return {}
     return answer if isinstance(answer, dict) else {}
 
