@@ -213,7 +213,7 @@ def test_weights_that_the_object_store_cannot_hold_are_reported(capsys: Capture)
     write_data()
     config = write_config(**own_data())
     assert cli.main(["check", config]) == 0
-    assert "3 weights versions need 824.6 GB of object store" in capsys.readouterr().out
+    assert "3 weights versions need 824.6 GB of shared memory" in capsys.readouterr().out
     Path("held_out.jsonl").write_text('{"prompt": "1 + 1"}\n')
     validated = ["--set", "data.validation_path=held_out.jsonl", "--set", "validation.every=2"]
     assert cli.main(["check", config, *validated]) == 0

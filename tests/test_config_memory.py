@@ -369,7 +369,7 @@ def test_vllm_takes_a_share_of_its_device_and_what_is_left_is_cache() -> None:
     said = "\n".join(memory_lines(MODEL, served({"tensor_parallel_size": 2, "max_num_seqs": 9})))
     assert "ok: each of the 2 workers of a replica needs at least 1.3 MB (1.0 MB weights + 0.3 MB KV cache" in said
     assert "; 9 requests of that length at once fill 2.9 MB of cache" in said
-    assert "at most 2 versions in Ray's object store, 8.0 MB" in said
+    assert "at most 2 versions in shared memory, 8.0 MB" in said
     said = "\n".join(memory_lines(MODEL, served({}, transport="distributed")))
     assert "at most 2 versions in shared memory, 8.0 MB" in said
     args = {"gpu_memory_utilization": 0.5}

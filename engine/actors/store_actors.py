@@ -79,12 +79,12 @@ class WeightsStoreActor(HeartbeatActor):
     async def pull(self, version: Version | Trained, publisher: Any) -> None:
         """Fetch the weights of a version from the trainer; returns once the trainer is no longer needed."""
         with awaited(TRAINER):
-            weights = await self._transport.keep(publisher.give.remote(version))
+            weights = await self._transport.keep(lambda apart: publisher.give.remote(version, apart))
         self._store.put(version, weights)
 
-    async def get(self, version: Version | Trained, reader: ReplicaId | None) -> Any:
-        """The input of `Transport.take`, for a replica or, with None, for a trainer or a scorer."""
-        return self._transport.give(self._store.get(version), reader)
+    async def get(self, version: Version | Trained, reader: ReplicaId | None, apart: bool) -> Any:
+        """See `Transport.give`: for a replica or, with None, for a trainer or a scorer."""
+        return await self._transport.give(self._store.get(version), reader, apart)
 
     async def turn(self, reader: ReplicaId, wire: WeightsWire, turn: Turn) -> WeightsCall | None:
         """One turn of a transfer to a replica's engine: see `SentByStore.exchange`."""
@@ -116,10 +116,10 @@ class RemoteWeights:
         finally:
             del self._outgoing[version]
 
-    def handed_out(self, version: Version | Trained) -> Any:
+    def handed_out(self, version: Version | Trained, apart: bool) -> Any:
         """The answer to the store when it fetches a version."""
-        return self._transport.hand_out(self._outgoing[version])
+        return self._transport.hand_out(self._outgoing[version], apart)
 
     async def get(self, version: Version | Trained) -> Any:
         with awaited(WEIGHTS_STORE):
-            return await self._transport.take(self._store.get.remote(version, self._reader))
+            return await self._transport.take(lambda apart: self._store.get.remote(version, self._reader, apart))

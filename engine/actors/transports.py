@@ -8,11 +8,14 @@ torch before weights arrive, because some of these processes set their thread co
 import asyncio
 import concurrent.futures
 import contextlib
+import mmap
+import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ray
@@ -23,7 +26,14 @@ from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Join, Offer, Turn, WeightsAnswer, WeightsCall
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
 from engine.states.process import WEIGHTS_STORE
-from engine.training.shared_weights import Manifest, PublishedTensors, publication_of
+from engine.training.shared_weights import (
+    Manifest,
+    PublishedTensors,
+    find,
+    open_publication,
+    publication_of,
+    published_in,
+)
 
 # -- from the weights store to an inference engine ---------------------------------------------------------------------
 
@@ -218,6 +228,8 @@ def pack_tensors(weights: Any) -> Any:
 
 def unpack_tensors(packed: Any) -> Any:
     """The tensors. They share memory with the arrays and must not be written."""
+    if isinstance(packed, PackedMemory):
+        return published_in(packed.bytes, packed.manifest, packed.publication)
     if not isinstance(packed, PackedTensors):
         return packed
     import numpy as np
@@ -234,11 +246,88 @@ def unpack_tensors(packed: Any) -> Any:
     return PublishedTensors({name: seen[id(array)] for name, array in packed.arrays.items()}, packed.publication)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMemory:
+    """A copy of the shared memory of a publication, for other machines."""
+
+    bytes: Any
+    """An array."""
+    manifest: Manifest
+    publication: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPlace:
+    """A publication in the shared memory of a machine, where other processes find it."""
+
+    manifest: Manifest
+    publication: str
+    pid: int
+    """A process that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """Published tensors in the trainer's shared memory, until the store has them."""
+
+    tensors: PublishedTensors
+    place: SharedPlace
+
+
+def place_of(weights: Any) -> SharedPlace | None:
+    """Where other processes of this machine find published tensors; None if they cannot."""
+    if not isinstance(weights, PublishedTensors):
+        return None
+    handle = open_publication(weights.publication, os.getpid())
+    if handle is None:
+        return None
+    os.close(handle)
+    from engine.rollout.torch import transfer
+
+    manifest, _ = transfer.described(weights)
+    return SharedPlace(manifest=manifest, publication=weights.publication, pid=os.getpid())
+
+
+class HeldMemory:
+    """In the store: a publication in the shared memory of its machine, which stays until nothing refers to it."""
+
+    def __init__(self, place: SharedPlace, handle: int) -> None:
+        """`handle`: the open file, which this closes."""
+        self.place = replace(place, pid=os.getpid())
+        self._handle = handle
+        self._copying: asyncio.Future[Any] | None = None
+        weakref.finalize(self, os.close, handle)
+
+    @classmethod
+    def of(cls, place: SharedPlace) -> "HeldMemory | None":
+        """None if it is on another machine, or this process may not read it."""
+        handle = open_publication(place.publication, place.pid)
+        return None if handle is None else cls(place, handle)
+
+    async def copied(self) -> Any:
+        """A reference to a copy in Ray's object store, which all other machines share."""
+        if self._copying is None or (self._copying.done() and self._copying.exception() is not None):
+            self._copying = asyncio.ensure_future(asyncio.to_thread(self._copy))
+        return await asyncio.shield(self._copying)
+
+    def _copy(self) -> Any:
+        import numpy as np
+
+        memory = mmap.mmap(self._handle, 0, access=mmap.ACCESS_READ)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        place = self.place
+        return ray.put(PackedMemory(bytes=whole, manifest=place.manifest, publication=place.publication))
+
+
 # -- the transports ----------------------------------------------------------------------------------------------------
 
 
+Ask = Callable[[bool], Any]
+"""Calls another actor. The answer may be a `SharedPlace`, unless the argument is true: then this machine lacks it."""
+
+
 class Transport(Protocol):
-    """The steps of a transfer between three processes. `answer`: the open call to another actor."""
+    """The steps of a transfer between three processes. `ask`: calls the actor that has the weights."""
 
     @property
     def store_gpus(self) -> float:
@@ -247,45 +336,65 @@ class Transport(Protocol):
     def pack(self, weights: Any) -> Any:
         """In the trainer, on a thread: the weights in the form that is kept until the store has them."""
 
-    def hand_out(self, packed: Any) -> Any:
-        """In the trainer: the answer to the store."""
+    def hand_out(self, packed: Any, apart: bool) -> Any:
+        """In the trainer: the answer to the store. `apart`: the store may be on another machine."""
 
-    async def keep(self, answer: Any) -> Any:
+    async def keep(self, ask: Ask) -> Any:
         """In the store: the weights in the form that is kept, from the trainer's answer. When it returns, the trainer
         is no longer needed."""
 
-    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
-        """In the store: the answer to a replica or, with None, to a restored trainer, which needs complete weights."""
+    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
+        """In the store: the answer to a replica or, with None, to a restored trainer, which needs complete weights.
+        `apart`: the reader may be on another machine."""
 
-    async def take(self, answer: Any) -> Any:
+    async def take(self, ask: Ask) -> Any:
         """In a replica or a restored trainer: the weights, from the store's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreTransport:
-    """Sends weights through Ray's object store. The store actor keeps a reference, and the tensors belong to its
-    caller, so they survive the trainer without passing through the store's memory."""
+    """Processes of one machine map the memory in which the trainer has published a version. It is held by the store
+    actor, so it survives the trainer. To other machines, and if the memory cannot be mapped, weights go through Ray's
+    object store: the store actor keeps a reference, and the tensors belong to its caller."""
 
     @property
     def store_gpus(self) -> float:
         return 0.0
 
     def pack(self, weights: Any) -> Any:
-        return pack_tensors(weights)
+        place = place_of(weights)
+        return pack_tensors(weights) if place is None else SharedTensors(weights, place)
 
-    def hand_out(self, packed: Any) -> Any:
-        return packed
+    def hand_out(self, packed: Any, apart: bool) -> Any:
+        if not isinstance(packed, SharedTensors):
+            return packed
+        return pack_tensors(packed.tensors) if apart else packed.place
 
-    async def keep(self, answer: Any) -> Any:
-        await answer
-        return answer
+    async def keep(self, ask: Ask) -> Any:
+        reference = ask(False)
+        answer = await reference
+        if isinstance(answer, SharedPlace):
+            held = HeldMemory.of(answer)
+            if held is not None:
+                return held
+            reference = ask(True)
+            await reference
+        return reference
 
-    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
-        """The reference in a list, because Ray would resolve a bare one."""
-        return [kept]
+    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
+        """References in a list, because Ray would resolve a bare one."""
+        if not isinstance(kept, HeldMemory):
+            return [kept]
+        return [await kept.copied()] if apart else kept.place
 
-    async def take(self, answer: Any) -> Any:
-        (reference,) = await answer
+    async def take(self, ask: Ask) -> Any:
+        answer = await ask(False)
+        if isinstance(answer, SharedPlace):
+            found = await asyncio.to_thread(find, answer.manifest, answer.publication, answer.pid)
+            if found is not None:
+                return found
+            answer = await ask(True)
+        (reference,) = answer
         return unpack_tensors(await reference)
 
 
@@ -304,7 +413,7 @@ class DistributedTransport:
         """Named, so that the processes of one machine know that they have the same."""
         return PublishedTensors(weights, publication_of(weights)) if _tensors(weights) else weights
 
-    def hand_out(self, packed: Any) -> Any:
+    def hand_out(self, packed: Any, apart: bool = True) -> Any:
         if not _tensors(packed):
             return packed
         from engine.rollout.torch import transfer
@@ -317,17 +426,17 @@ class DistributedTransport:
             timeout_s=self.settings.timeout_s,
         )
 
-    async def keep(self, answer: Any) -> Any:
-        return await self.take(answer)
+    async def keep(self, ask: Ask) -> Any:
+        return await self.take(ask)
 
-    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
+    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
         return self.hand_out(kept)
 
-    async def take(self, answer: Any) -> Any:
+    async def take(self, ask: Ask) -> Any:
         """Raises: `EngineError` if the other side does not answer, ends or stalls."""
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                answered = await answer
+                answered = await ask(True)
         except TimeoutError:
             raise EngineError(f"no offer of weights came within {self.settings.timeout_s:g} s") from None
         return await asyncio.to_thread(_receive, answered) if isinstance(answered, Offer) else answered
@@ -356,22 +465,22 @@ class VllmTransport:
             raise EngineError(f"vLLM's weight transfer takes tensors by name, not {type(weights).__name__}")
         return self.inward.pack(weights)
 
-    def hand_out(self, packed: Any) -> Any:
+    def hand_out(self, packed: Any, apart: bool) -> Any:
         return self.inward.hand_out(packed)
 
-    async def keep(self, answer: Any) -> Any:
+    async def keep(self, ask: Ask) -> Any:
         """Keep the tensors on the store's GPU, if it has one, so that an install does not wait for a copy."""
-        weights = await self.inward.keep(answer)
+        weights = await self.inward.keep(ask)
         return await asyncio.to_thread(_hold_tensors, weights, self.settings.inward.backend)
 
-    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
+    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
         if reader is None:
-            return self.inward.give(kept.named(), None)
+            return self.inward.hand_out(kept.named())
         store = ray.get_runtime_context().current_actor
         return SentByStore(manifest=kept.manifest, wire=self.settings.wire, store=store, reader=reader)
 
-    async def take(self, answer: Any) -> Any:
-        return await self.inward.take(answer)
+    async def take(self, ask: Ask) -> Any:
+        return await self.inward.take(ask)
 
 
 def transport_of(plan: Plan) -> Transport:

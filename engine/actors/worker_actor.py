@@ -289,9 +289,9 @@ class TrainerActor(WorkerActor):
         """Called for a scorer: hand over the weights after `steps` train steps, if they are still owed."""
         await self.worker.hand_over(steps)
 
-    async def give(self, version: Version | Trained) -> Any:
-        """Called by the weights store: the weights being published."""
-        return self._weights.handed_out(version)
+    async def give(self, version: Version | Trained, apart: bool) -> Any:
+        """Called by the weights store: the weights being published. See `Transport.hand_out`."""
+        return self._weights.handed_out(version, apart)
 
 
 class ScorerActor(WorkerActor):

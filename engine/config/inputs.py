@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config.hardware import object_store_limit
+from engine.config.hardware import memory_bytes, object_store_limit
 from engine.config.memory import Model, computed_bytes, memory_lines, on_gpu, published_bytes
 from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.reward_functions import reward_of_section, reward_of_set
@@ -411,11 +411,18 @@ def object_store_bytes(config: Config, directory: Path | None) -> int | None:
 
 
 def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
+    """On one machine, versions stay in the memory in which the built-in trainer publishes them."""
     wanted, limit = object_store_bytes(config, directory), object_store_limit()
-    if wanted is not None and wanted > limit:
+    if wanted is None:
+        return
+    need = f"note: {versions_held(config)} weights versions need {wanted / 1e9:.1f} GB of"
+    if config.cluster.joined() is None and not config.trainer.custom:
+        if wanted > memory_bytes():
+            yield f"{need} shared memory, but this machine has {memory_bytes() / 1e9:.1f} GB"
+    elif wanted > limit:
         yield (
-            f"note: {versions_held(config)} weights versions need {wanted / 1e9:.1f} GB of object store, but only "
-            f"{limit / 1e9:.1f} GB are available (30 % of memory, /dev/shm): Ray moves the rest to disk"
+            f"{need} object store, but only {limit / 1e9:.1f} GB are available (30 % of memory, /dev/shm): Ray moves "
+            "the rest to disk"
         )
 
 

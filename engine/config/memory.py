@@ -333,8 +333,7 @@ def _vllm_lines(model: Model, config: Config, devices: Devices) -> Iterator[str]
     )
     if rollout.transport != "vllm":
         version = float(published_bytes(config, model.bytes) * model.trained)
-        memory = "Ray's object store" if rollout.transport == "object_store" and not model.adapter else "shared memory"
-        yield f"ok: a machine with replicas holds at most 2 versions in {memory}, {_size(2 * version)}"
+        yield f"ok: a machine with replicas holds at most 2 versions in shared memory, {_size(2 * version)}"
     if device.gigabytes:
         given = {**memory_args(device.part, args), **args}
         share = 1.0 if args.get("kv_cache_memory_bytes") else given.get("gpu_memory_utilization", MEMORY_SHARE)

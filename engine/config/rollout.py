@@ -85,7 +85,8 @@ class RolloutSection(Section):
     )
     transport: Literal["object_store", "distributed", "vllm"] = Field(
         "object_store",
-        description="How weights reach replicas: Ray's object store, torch.distributed, or vLLM's own weight transfer.",
+        description="How weights reach replicas: shared memory and Ray's object store, torch.distributed, or vLLM's "
+        "own weight transfer.",
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
         "gloo", description="Backend of distributed and vllm. nccl needs GPUs, one of them for the weights store."

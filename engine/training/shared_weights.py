@@ -216,17 +216,32 @@ def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
 def find(manifest: Manifest, publication: str, pid: int | None = None) -> PublishedTensors | None:
     """The tensors of a publication, if a process of this machine has them, or the process `pid`; this process then
     holds them, too."""
+    handle = open_publication(publication, pid)
+    if handle is None:
+        return None
+    try:
+        return _named(tensors_in(handle, manifest, mmap.ACCESS_READ), manifest, publication)
+    finally:
+        os.close(handle)
+
+
+def open_publication(publication: str, pid: int | None = None) -> int | None:
+    """The open file of a publication, if a process of this machine has it, or the process `pid`. Its contents do not
+    change until the caller has closed it, and all that was mapped with it. Does not import torch."""
     for link in find_links(LINK, pid) if SHARES else ():
         try:
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue  # dropped meanwhile, or this process may not read it
-        try:
-            if publication_in(handle) == publication and hold(handle) and publication_in(handle) == publication:
-                return _named(tensors_in(handle, manifest, mmap.ACCESS_READ), manifest, publication)
-        finally:
-            os.close(handle)
+        if publication_in(handle) == publication and hold(handle) and publication_in(handle) == publication:
+            return handle
+        os.close(handle)
     return None
+
+
+def published_in(memory: Any, manifest: Manifest, publication: str) -> PublishedTensors:
+    """The tensors of a publication, of whose memory this is a copy."""
+    return _named(_views(memory, manifest), manifest, publication)
 
 
 def publication_in(handle: int) -> str:

@@ -1,4 +1,5 @@
-"""The trajectory store's actor, without Ray: what it does on which thread, and when it answers."""
+"""The store actors, without Ray where they can be: what they do on which thread, when they answer, and what memory
+they hold."""
 
 import asyncio
 import os
@@ -9,13 +10,17 @@ from typing import Any
 
 import pytest
 import ray
+import torch
+from weight_holders import inodes
 
+from engine.actors import transports
 from engine.actors.detached_actors import PackedPlan
 from engine.actors.failures import HeartbeatActor
 from engine.actors.store_actors import RemoteWeights, TrajectoryStoreActor
 from engine.actors.transports import ObjectStoreTransport
 from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
+from engine.training.shared_weights import PublishedTensors, copy_of
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +103,102 @@ def test_a_process_that_waits_for_the_weights_store_says_so_until_it_is_answered
         assert (await HeartbeatActor().beat()).waits_for == ""
 
     asyncio.run(asyncio.wait_for(story(), 60))
+
+
+# -- a published version through the store -----------------------------------------------------------------------------
+
+
+def publication() -> PublishedTensors:
+    wide = torch.arange(64 << 10, dtype=torch.float32).view(256, 256)
+    memory, _ = copy_of({"wide": wide, "tied": wide, "odd": torch.randn(3, 5).bfloat16(), "none": torch.zeros(0, 4)})
+    try:
+        return memory.complete()
+    finally:
+        memory.close()
+
+
+def equal(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+class Ends:
+    """The trainer, the store and a reader of one version, in this process. Notes which answers they asked for."""
+
+    def __init__(self, tensors: PublishedTensors) -> None:
+        self.transport = ObjectStoreTransport()
+        self.packed = self.transport.pack(tensors)
+        self.kept: Any = None
+        self.asked: list[tuple[str, bool]] = []
+
+    async def publish(self) -> None:
+        async def give(apart: bool) -> Any:
+            self.asked.append(("trainer", apart))
+            return self.transport.hand_out(self.packed, apart)
+
+        self.kept = await self.transport.keep(lambda apart: asyncio.ensure_future(give(apart)))
+        self.packed = None
+
+    async def read(self) -> Any:
+        async def give(apart: bool) -> Any:
+            self.asked.append(("store", apart))
+            return await self.transport.give(self.kept, 0, apart)
+
+        return await self.transport.take(give)
+
+
+def test_a_version_has_one_copy_on_a_machine_that_lives_as_long_as_the_store_or_a_reader_has_it() -> None:
+    async def story() -> None:
+        before, tensors = inodes(os.getpid()), publication()
+        expected = {name: value.clone() for name, value in tensors.items()}
+        ends = Ends(tensors)
+        del tensors
+        (memory,) = inodes(os.getpid()) - before
+        await ends.publish()
+        assert inodes(os.getpid()) == before | {memory}, "the trainer no longer has it, but the store has"
+        first, second = await ends.read(), await ends.read()
+        assert equal(first, expected) and equal(second, expected)
+        assert first["tied"].data_ptr() == first["wide"].data_ptr(), "tied tensors stay tied"
+        assert ends.asked == [("trainer", False), ("store", False), ("store", False)]
+        ends.kept = None
+        del second
+        assert inodes(os.getpid()) == before | {memory}, "the reader has it"
+        del first
+        await asyncio.get_running_loop().shutdown_default_executor()  # its threads had the results last
+        assert inodes(os.getpid()) == before
+
+    asyncio.run(story())
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
+def test_a_reader_on_another_machine_gets_a_copy_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = publication()
+    monkeypatch.setattr(transports, "find", lambda *_: None)
+
+    async def story() -> None:
+        ends = Ends(tensors)
+        await ends.publish()
+        copies = await asyncio.gather(ends.read(), ends.read())
+        assert [equal(one, tensors) for one in copies] == [True, True]
+        assert (
+            copies[0].publication == tensors.publication and copies[0]["wide"].data_ptr() != tensors["wide"].data_ptr()
+        )
+        assert copies[0]["wide"].data_ptr() == copies[1]["wide"].data_ptr(), "they share one copy"
+        assert sorted(ends.asked) == [("store", False)] * 2 + [("store", True)] * 2 + [("trainer", False)]
+
+    asyncio.run(story())
+
+
+def test_a_store_on_another_machine_asks_the_trainer_for_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = publication()
+
+    async def story() -> None:
+        ends = Ends(tensors)
+        monkeypatch.setattr(transports, "open_publication", lambda *_: None)
+        await ends.publish()
+        assert equal(await ends.read(), tensors)
+        assert ends.asked == [("trainer", False), ("trainer", True), ("store", False)]
+
+    asyncio.run(story())
