@@ -84,7 +84,7 @@ class IdleTime:
         self.trainer_cause = "starting"
         self._state = state
         self._slots_of: dict[ReplicaId, int] = {}
-        """Number of slots of each replica that is up."""
+        """Number of slots of each replica that does not only validate; 0 while it is down."""
         self._ready: dict[ReplicaId, Version] = {}
         """Weights versions of those in which groups start."""
         self._away: dict[ReplicaId, Replica] = {}
@@ -94,30 +94,32 @@ class IdleTime:
         self._newest: Version = 0
         """The newest version on a replica in which groups start; if there is none, on any replica that is up."""
         self.replicas_changed(state.replicas.by_id.values())
+        for replica in state.replicas.by_id.values():
+            self.calls_measured(replica)
 
     def replicas_changed(self, replicas: Iterable[Replica]) -> None:
         """Call it after replicas changed their states, slots or versions."""
         for replica in replicas:
             if replica.validator:
                 continue
-            id, slots = replica.id, replica.slots if replica.state != "down" else 0
-            self.slots += slots - self._slots_of.pop(id, 0)
+            id, state = replica.id, replica.state
+            slots = 0 if state == "down" else replica.slots
+            self.slots += slots - self._slots_of.get(id, 0)
+            self._slots_of[id] = slots
             self._ready.pop(id, None)
             self._away.pop(id, None)
-            if replica.state != "down":
-                self._slots_of[id] = slots
-            if replica.state == "ready":
+            if state == "ready":
                 self._ready[id] = replica.version
-            elif replica.state != "down":
+            elif state != "down":
                 self._away[id] = replica
-            self.calls_measured(replica)
+            else:
+                self._agents_of.pop(id, None)
         self._newest = max(self._ready.values() or [replica.version for replica in self._away.values()], default=0)
 
     def calls_measured(self, replica: Replica) -> None:
         """Call it after a replica reported its calls of the user's functions."""
-        self._agents_of.pop(replica.id, None)
-        if replica.id in self._slots_of and (groups := agent_groups(replica.process)):
-            self._agents_of[replica.id] = groups
+        if replica.id in self._slots_of and replica.state != "down":
+            self._agents_of[replica.id] = agent_groups(replica.process)
 
     @property
     def in_agents(self) -> int:
@@ -146,7 +148,9 @@ class IdleTime:
         away["agent"] = in_agents
         found = tuple([part for part in away.items() if part[1] > 0])
         split = Split(most, found, self.rollout_cause, self.trainer_task, self.trainer_cause)
-        self.period = Period(self.at, split, busy, frozen, self.period)
+        before = self.period
+        if before is None or (before.split, before.busy, before.frozen) != (split, busy, frozen):
+            self.period = Period(self.at, split, busy, frozen, before)
 
     def _slots_away(self) -> tuple[dict[str, int], int]:
         """Slots of replicas that are not ready: by why they are idle, and how many of them are frozen."""
