@@ -343,7 +343,7 @@ class SchedulerActor:
         self._answered += len(orders)
         took = time.perf_counter() - arrived
         self._decisions_s.append(took)
-        loop.metrics.decision_s.observe(took)
+        loop.metrics.decision_s.observe([took])
         return orders
 
     @ray.method(max_task_retries=-1)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.commands import Command, ParkGroup, PauseReplica, ResumeGroup, ResumeReplica, SetTimer, TrainStep
+from engine.commands import Command, ParkGroup, ResumeGroup, SetTimer, TrainStep
 from engine.events import (
     CacheMeasured,
     CallsMeasured,
@@ -33,7 +33,6 @@ from engine.events import (
     StepFailed,
     SyncFailed,
     TimerFired,
-    WeightsInstalled,
 )
 from engine.ids import NO_VERSION, ReplicaId, StepId
 from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups, group_counts
@@ -177,8 +176,6 @@ class RunMetrics:
             TrainStep: self._batch_ordered,
             ParkGroup: self._group_parked,
             ResumeGroup: self.replicas.on_resume_group,
-            ResumeReplica: self.replicas.on_resume,
-            PauseReplica: self.replicas.on_pause,
         }
 
     def _event_counters(self) -> dict[type[Event], Callable[[Any], None]]:
@@ -188,7 +185,6 @@ class RunMetrics:
             GroupFailed: self._group_failed,
             StateFailed: self._state_failed,
             ProcessLost: self._process_lost,
-            WeightsInstalled: self.replicas.on_install,
             SyncFailed: self._sync_failed,
             StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
             InspectionFailed: self._inspection_failed,
@@ -248,16 +244,16 @@ class RunMetrics:
 
     def _count(self, events: Sequence[Event], at: float) -> None:
         """Count events. Nearly all are generated groups, which are counted together."""
-        matched, kinds = self.state.orders.matched, Counter(map(type, events))
-        self._events.update(kinds)
+        matched = self.state.orders.matched
+        self._events.update(map(type, events))
         # an event that matched nothing is a stale echo
         facts = events if len(matched) == len(events) else [event for event in events if event.id in matched]
         if not QUIET.issuperset(map(type, facts)):
             self.changes += 1
-        if GroupGenerated in kinds:
-            generated = [event for event in facts if type(event) is GroupGenerated]
+        generated = [event for event in facts if type(event) is GroupGenerated]
+        if generated:
             self.generated.count(generated, at)
-        if not self._counted.keys().isdisjoint(kinds):
+        if len(generated) < len(facts):
             for event in facts:
                 if (count := self._counted.get(type(event))) is not None:
                     count(event)
@@ -268,6 +264,7 @@ class RunMetrics:
             self._step_moves.append((record.id, record.state))
         elif machine == "replica":
             self._replicas_changed[record.id] = record
+            self.replicas.changed(record, trigger, self.state)
         elif machine == "validation" and record.state in VALIDATION.terminal:
             self._validations_ended.append(_validation_row(record))
 
@@ -285,7 +282,7 @@ class RunMetrics:
             if name in self.reward_counts or len(self.reward_counts) <= REWARD_FUNCTIONS_KEPT:
                 counted = self.reward_counts.setdefault(name, Histogram(BOUNDS))
                 for _, high, count in buckets:
-                    counted.add(high, count)
+                    counted.observe([high] * count)
         for name in [name for name in self.figures if name.startswith(OF_A_KIND) and name not in metrics]:
             del self.figures[name]  # no token was of this kind
         for name, value in metrics.items():
@@ -381,13 +378,11 @@ class RunMetrics:
 
     def _process_lost(self, event: ProcessLost) -> None:
         process = self.state.find_process(event.kind, event.index)
-        self.replicas.on_loss(event)
         if process is not None and process.wanted:  # otherwise the user removed it
             self.deaths[event.kind] += 1
             self._retry("replica_lost" if event.kind == REPLICA else "process_lost", f"{process.id}: {event.reason}")
 
     def _sync_failed(self, event: SyncFailed) -> None:
-        self.replicas.on_revert(event)
         self._retry("weight_sync", f"replica {event.replica}, version {event.version}: {event.reason}")
 
     def _rows_measured(self, event: RowsMeasured) -> None:
@@ -397,7 +392,7 @@ class RunMetrics:
         self.validations.append(row)
         whole = row.keys() >= {"steps", "accuracy", "seconds"}  # a row of an earlier process that nobody has edited
         if whole and row.get("outcome") == "reported":
-            self.validation_s.observe(sum(row["seconds"].values()))
+            self.validation_s.observe([sum(row["seconds"].values())])
             self.validated(row["steps"], row["accuracy"] or 0.0)
 
     def set_figures(self) -> list[tuple[tuple[str, str, str], float]]:
@@ -433,7 +428,7 @@ class RunMetrics:
     def _emit(self, row: Row) -> None:
         self.rewards.append(row.get("reward_mean"))
         for phase, histogram in self.phase_s.items():
-            histogram.observe(row.get("seconds", {}).get(phase, 0.0))
+            histogram.observe([row.get("seconds", {}).get(phase, 0.0)])
         if self._journal is not None:
             self._journal.write(row)
 

@@ -4,66 +4,72 @@
 copy a mapping before it iterates over it. They must not read a clock.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
+from operator import add
 
-from engine.commands import PauseReplica, ResumeGroup, ResumeReplica
-from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, SyncFailed, WeightsInstalled
+from engine.commands import ResumeGroup
+from engine.events import GroupAborted, GroupFailed, GroupGenerated
 from engine.ids import GroupId, ReplicaId
 from engine.metrics.names import GROUP_BUCKETS, LIVE_GROUP_STATES, STALENESS_BUCKETS, SYNC_BUCKETS, TOKEN_BUCKETS
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.machine import Moves
-from engine.states.process import REPLICA
+from engine.states.replica import Replica
 from engine.states.state import State
 
 # -- histograms --------------------------------------------------------------------------------------------------------
 
 
-class Histogram:
-    """Counts values by the smallest bucket bound that they do not exceed, and keeps an exemplar for each bucket."""
+TOGETHER = 1024
+"""Number of values that are counted together."""
 
-    __slots__ = ("bounds", "counts", "examples", "total")
+
+class Histogram:
+    """Counts values up to each bucket bound, and keeps a group as the exemplar of a bucket.
+
+    `observe` only keeps the values. They are counted together, which is cheaper, and at each `read`, on any thread.
+    """
+
+    __slots__ = ("_kept", "bounds", "examples")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts: Counter[int] = Counter()
-        """By place of the bucket among `bounds`; the last bucket has no bound."""
         self.examples: dict[int, tuple[float, GroupId]] = {}
-        """(value, group) of the newest value in a bucket, if given."""
-        self.total = 0.0
+        """(value, group) by place of the bucket among `bounds`; the last bucket has no bound."""
+        self._kept: tuple[tuple[int, ...], float, list[float]] = ((0,) * (len(bounds) + 1), 0.0, [])
+        """What `read` returns without the newest values, and these. It is replaced as a whole, so that a reader takes
+        each value once."""
 
-    def observe(self, value: float) -> None:
-        self.add(value, 1)
+    def observe(self, values: Sequence[float], groups: Sequence[GroupId] = ()) -> None:
+        """Add values. `groups`: the group that each belongs to; the largest value becomes an exemplar."""
+        newest = self._kept[2]
+        newest.extend(values)
+        if groups:
+            largest = max(values)
+            self.examples[bisect_left(self.bounds, largest)] = (largest, groups[values.index(largest)])
+        if len(newest) >= TOGETHER:
+            self._kept = (*self.read(), [])
 
-    def observe_groups(self, values: Sequence[float], groups: Sequence[GroupId]) -> None:
-        """Count a value of each group, oldest first."""
-        buckets = [bisect_left(self.bounds, value) for value in values]
-        self.counts.update(buckets)
-        self.total += sum(values)
-        for bucket, place in dict(zip(buckets, range(len(buckets)), strict=True)).items():
-            self.examples[bucket] = (values[place], groups[place])
+    def read(self) -> tuple[tuple[int, ...], float]:
+        """The number of values up to each bound, then of all values; and their sum."""
+        counts, total, newest = self._kept
+        values = sorted(newest)
+        more = [*(bisect_right(values, bound) for bound in self.bounds), len(values)]
+        return tuple(map(add, counts, more)), total + sum(values)
 
-    def add(self, value: float, count: int, group: GroupId | None = None) -> None:
-        """Count a value as often as `count` says. `group`: the newest group that it belongs to."""
-        bucket = bisect_left(self.bounds, value)
-        self.counts[bucket] += count
-        self.total += value * count
-        if group is not None:
-            self.examples[bucket] = (value, group)
-
-    def cumulative(self) -> list[tuple[str, float, tuple[float, GroupId] | None]]:
-        """(upper bound, number of values up to it, exemplar) of each bucket, as Prometheus counts; the last bound is
-        `+Inf`."""
-        rows, running = [], 0
-        for bucket, bound in enumerate((*map(repr, self.bounds), "+Inf")):
-            running += self.counts[bucket]
-            rows.append((bound, float(running), self.examples.get(bucket)))
-        return rows
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return self.read()[0][-1]
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+PAUSE_ENDS = ("installed", "revert", "lose")
+"""Triggers of a replica that end its pause for new weights."""
 
 
 class ReplicaCounts:
@@ -76,6 +82,7 @@ class ReplicaCounts:
         self.pause_s: dict[str, dict[ReplicaId, float]] = {mode: {} for mode in SYNC_MODES}
         self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
         self._pausing: dict[ReplicaId, tuple[float, str]] = {}
+        """(since when, sync mode) of each replica that pauses for new weights."""
 
     def on_abort(self, event: GroupAborted) -> None:
         self.aborted[event.replica] += 1
@@ -86,34 +93,16 @@ class ReplicaCounts:
     def on_resume_group(self, command: ResumeGroup, at: float) -> None:
         self.resumed[command.replica] += 1
 
-    def on_resume(self, command: ResumeReplica, at: float) -> None:
-        """The pause was not for new weights."""
-        self._pausing.pop(command.replica, None)
-
-    def on_pause(self, command: PauseReplica, at: float) -> None:
-        if command.mode != "sleep":  # time asleep counts as idle slot time
-            self._pausing[command.replica] = (at, command.mode)
-
-    def on_install(self, event: WeightsInstalled) -> None:
-        paused = self._unpause(event.replica, event.at)
-        if paused is not None:
-            mode, seconds = paused
-            self.sync_s[mode].observe(seconds)
-
-    def on_revert(self, event: SyncFailed) -> None:
-        self._unpause(event.replica, event.at)
-
-    def on_loss(self, event: ProcessLost) -> None:
-        if event.kind == REPLICA:
-            self._pausing.pop(event.index, None)
-
-    def _unpause(self, replica: ReplicaId, at: float) -> tuple[str, float] | None:
-        began = self._pausing.pop(replica, None)
-        if began is None:
-            return None
-        since, mode = began
-        self.pause_s[mode][replica] = self.pause_s[mode].get(replica, 0.0) + at - since
-        return mode, at - since
+    def changed(self, replica: Replica, trigger: str, state: State) -> None:
+        """A replica changed its state. Time asleep counts as idle slot time, and not as a pause."""
+        if trigger == "pause":
+            self._pausing[replica.id] = state.now, state.limits.sync_mode
+        elif trigger in PAUSE_ENDS and replica.id in self._pausing:
+            since, mode = self._pausing.pop(replica.id)
+            if trigger != "lose":
+                self.pause_s[mode][replica.id] = self.pause_s[mode].get(replica.id, 0.0) + state.now - since
+            if trigger == "installed":
+                self.sync_s[mode].observe([state.now - since])
 
 
 # -- generated groups --------------------------------------------------------------------------------------------------
@@ -141,9 +130,9 @@ class GeneratedGroups:
     def count(self, events: Sequence[GroupGenerated], at: float) -> None:
         """Count the groups that were generated in a tick."""
         live, ids = self._state.groups.live, [event.group for event in events]
-        self.response_tokens.observe_groups([event.tokens / (event.trainable or 1) for event in events], ids)
-        kept = [live[id] for id in ids if id in live]
-        self.seconds.observe_groups([at - group.started_at for group in kept], [group.id for group in kept])
+        self.response_tokens.observe([event.tokens / (event.trainable or 1) for event in events], ids)
+        kept = [id for id in ids if id in live]
+        self.seconds.observe([at - live[id].started_at for id in kept], kept)
         if at - self._samples[-1][0] >= TOKEN_SAMPLE_S:
             self._samples.append((at, self.tokens))
 
@@ -169,19 +158,16 @@ class TrainedGroups:
     @property
     def mean(self) -> float | None:
         """Mean staleness; None before the first step."""
-        groups = sum(list(self.staleness.counts.values()))
-        return self.staleness.total / groups if groups else None
+        counts, total = self.staleness.read()
+        return total / counts[-1] if counts[-1] else None
 
     def count(self, groups: Sequence[GroupId], staleness: Sequence[int], tokens: int) -> None:
         """Count the groups of a step, with the staleness of each."""
         self.tokens += tokens
-        if not staleness:
-            return
-        newest = dict(zip(staleness, groups, strict=True))
-        for value, count in Counter(staleness).items():
-            self.staleness.add(value, count, newest[value])
-        values = (*self.range, *newest)
-        self.newest, self.range = tuple(staleness), (min(values), max(values))
+        if staleness:
+            self.staleness.observe(staleness, groups)
+            values = {*self.range, *staleness}
+            self.newest, self.range = tuple(staleness), (min(values), max(values))
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------

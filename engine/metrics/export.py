@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
@@ -92,11 +93,13 @@ class Exporter(Collector):
     def _histogram(self, metric: Metric) -> Family:
         family = HistogramMetricFamily(metric.family, metric.help, labels=list(metric.labels))
         for labels, histogram in self._histograms(metric):
-            buckets = [
-                (bound, count) if example is None else (bound, count, Exemplar({"group": str(example[1])}, example[0]))
-                for bound, count, example in histogram.cumulative()
-            ]
-            family.add_metric(list(labels), buckets=buckets, sum_value=histogram.total)
+            counts, total = histogram.read()
+            buckets: list[tuple[Any, ...]] = []
+            for place, bound in enumerate((*map(repr, histogram.bounds), "+Inf")):
+                example = histogram.examples.get(place)
+                exemplar = [] if example is None else [Exemplar({"group": str(example[1])}, example[0])]
+                buckets.append((bound, float(counts[place]), *exemplar))
+            family.add_metric(list(labels), buckets=buckets, sum_value=total)
         return family
 
     def _histograms(self, metric: Metric) -> Iterable[tuple[tuple[str, ...], Histogram]]:

@@ -176,8 +176,8 @@ SLOTS = _gauge(
 STALENESS = _histogram(
     "engine_staleness_steps",
     "train steps",
-    "Staleness of every group in a trained batch: train steps that its oldest token lags behind. Exemplar: the newest "
-    "group.",
+    "Staleness of every group in a trained batch: train steps that its oldest token lags behind. Exemplar: a group "
+    "with the largest value of a step.",
 )
 STEP_STALENESS = _gauge(
     "engine_step_staleness_steps",
@@ -210,12 +210,13 @@ TOKENS_TRAINED = _counter("engine_tokens_trained_total", "tokens", "Response tok
 RESPONSE_TOKENS = _histogram(
     "engine_response_tokens",
     "tokens",
-    "Mean response length of each generated group. Exemplar: the newest group.",
+    "Mean response length of each generated group. Exemplar: the longest of groups that arrived together.",
 )
 GROUP_SECONDS = _histogram(
     "engine_group_seconds",
     "seconds",
-    "Time from the first start of a group until it is generated, with waits and retries. Exemplar: the newest group.",
+    "Time from the first start of a group until it is generated, with waits and retries. Exemplar: the slowest of "
+    "groups that arrived together.",
 )
 TRANSITIONS = _counter(
     "engine_transitions_total",

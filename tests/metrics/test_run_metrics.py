@@ -13,7 +13,7 @@ from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 from engine import events as fact
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import entered, group_counts
+from engine.metrics.counts import TOGETHER, Histogram, entered, group_counts
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Journal, ReplayedRows, StepRows, validation_rows
@@ -273,9 +273,19 @@ def test_weight_sync_is_timed_by_its_mode() -> None:
     """Without staleness, every slot idles from the pause of its replica until the new weights are installed."""
     world = steady_world(stale=0, workers=2, steps=4, sync_s=0.25).to_the_end()
     histogram = world.metrics.replicas.sync_s["keep"]
-    assert histogram.counts.total() == 2 * 3, "both replicas take every version but the last"
-    assert histogram.total == pytest.approx(6 * (0.25 + 0.25))
+    assert histogram.count == 2 * 3, "both replicas take every version but the last"
+    assert histogram.read()[1] == pytest.approx(6 * (0.25 + 0.25))
     assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.5)
+
+
+@pytest.mark.parametrize("times", [1, TOGETHER])
+def test_a_histogram_counts_each_value_up_to_its_bounds_once(times: int) -> None:
+    histogram = Histogram((1.0, 2.0))
+    for _ in range(times):
+        histogram.observe([0.5, 3.0, 2.0], groups=[7, 8, 9])
+        histogram.observe([1.0])
+    assert histogram.read() == ((2 * times, 3 * times, 4 * times), 6.5 * times)
+    assert histogram.examples == {2: (3.0, 8)}
 
 
 # -- retries and stale echoes ------------------------------------------------------------------------------------------
@@ -304,14 +314,14 @@ def test_tokens_of_a_stale_echo_are_not_counted() -> None:
     world = steady_world(steps=None)
     world.until(lambda state: world.metrics.generated.tokens == GROUP_TOKENS)
     generated = world.metrics.generated
-    before = (generated.tokens, generated.response_tokens.counts.total())
+    before = (generated.tokens, generated.response_tokens.count)
     world.tell(
         fact.GroupGenerated(
             group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
             reward_mean=0.0, reward_spread=0.0,
         )
     )  # fmt: skip
-    assert (generated.tokens, generated.response_tokens.counts.total()) == before
+    assert (generated.tokens, generated.response_tokens.count) == before
 
 
 # -- the status --------------------------------------------------------------------------------------------------------
@@ -389,7 +399,7 @@ def test_every_validation_is_a_line_with_the_version_it_measured(tmp_path: Path)
     status = read_status(world.metrics)
     assert (status.accuracy_first, status.accuracy_last) == (accuracies[0], accuracies[-1])
     assert list(status.validations) == lines
-    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.counts.total() == 4
+    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.count == 4
     assert world.metrics.validations_by_state() == {"queued": 0, "running": 0}
 
 
