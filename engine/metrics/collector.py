@@ -20,7 +20,6 @@ from engine.events import (
     CheckpointSaved,
     DrawFailed,
     Event,
-    GroupAborted,
     GroupFailed,
     GroupGenerated,
     InspectionFailed,
@@ -181,7 +180,6 @@ class RunMetrics:
     def _event_counters(self) -> dict[type[Event], Callable[[Any], None]]:
         """The method that counts events of each class but generated groups. Stale echoes are not passed to it."""
         return {
-            GroupAborted: self.replicas.on_abort,
             GroupFailed: self._group_failed,
             StateFailed: self._state_failed,
             ProcessLost: self._process_lost,
@@ -354,7 +352,6 @@ class RunMetrics:
     def _group_failed(self, event: GroupFailed) -> None:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
         self.failed_group[cause] = event.group
-        self.replicas.on_failure(event)
         self._retry(cause, f"group {event.group}: {event.reason}")
 
     def _state_failed(self, event: StateFailed) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from operator import add
 
 from engine.commands import ResumeGroup
-from engine.events import GroupAborted, GroupFailed, GroupGenerated
+from engine.events import GroupGenerated
 from engine.ids import GroupId, ReplicaId
 from engine.metrics.names import GROUP_BUCKETS, LIVE_GROUP_STATES, STALENESS_BUCKETS, SYNC_BUCKETS, TOKEN_BUCKETS
 from engine.states.group import GROUP
@@ -77,18 +77,10 @@ class ReplicaCounts:
 
     def __init__(self) -> None:
         self.resumed: Counter[ReplicaId] = Counter()
-        self.aborted: Counter[ReplicaId] = Counter()
-        self.failed: Counter[ReplicaId] = Counter()
         self.pause_s: dict[str, dict[ReplicaId, float]] = {mode: {} for mode in SYNC_MODES}
         self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
         self._pausing: dict[ReplicaId, tuple[float, str]] = {}
         """(since when, sync mode) of each replica that pauses for new weights."""
-
-    def on_abort(self, event: GroupAborted) -> None:
-        self.aborted[event.replica] += 1
-
-    def on_failure(self, event: GroupFailed) -> None:
-        self.failed[event.replica] += 1
 
     def on_resume_group(self, command: ResumeGroup, at: float) -> None:
         self.resumed[command.replica] += 1

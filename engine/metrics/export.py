@@ -220,7 +220,7 @@ class Exporter(Collector):
 
         def group_ends() -> Samples:
             for r in ever():
-                ends = {"generated": r.generated, "aborted": counts.aborted[r.id], "failed": counts.failed[r.id]}
+                ends = {"generated": r.generated, "aborted": r.aborted, "failed": r.failed}
                 yield from [((str(r.id), end), count) for end, count in ends.items()]
 
         def by_state() -> Samples:

@@ -187,6 +187,7 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
 
 def on_group_aborted(core: Core, event: GroupAborted) -> None:
     group = core.state.groups.live[event.group]
+    core.state.replicas.by_id[event.replica].aborted += 1
     if event.tokens:
         _note_stored(core, group, event, event.unfinished)
     commands = [order.command for order in core.state.orders.matched[event.id]]
@@ -245,13 +246,14 @@ def limit_replica(core: Core, replica: Replica) -> None:
 
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:
-    group = core.state.groups.live[event.group]
+    group, replica = core.state.groups.live[event.group], core.state.replicas.by_id[event.replica]
+    replica.failed += 1
     if event.cause == "data":
         group.stored = NOTHING_STORED
     group.note(failed_on=event.replica)
     park_after_failure(core, group, event.cause, event.reason)
     if event.cause == "infrastructure":
-        _blame_replica(core, core.state.replicas.by_id[event.replica], event)
+        _blame_replica(core, replica, event)
 
 
 def _blame_replica(core: Core, replica: Replica, event: GroupFailed) -> None:

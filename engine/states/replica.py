@@ -77,6 +77,10 @@ class Replica:
     """Groups that it has generated, over all its lives."""
     tokens: int = 0
     """Response tokens of these groups."""
+    aborted: int = 0
+    """Attempts that ended before their groups were generated, over all its lives; their prefixes are stored."""
+    failed: int = 0
+    """Attempts that failed there, over all its lives."""
     failed_groups: int = 0
     """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
     failed_group: GroupId = -1

@@ -6,7 +6,7 @@ from steady_world import SteadyWorld, steady_world
 from engine import events as fact
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.names import ROLLOUT_IDLE_CAUSES
+from engine.metrics.names import REPLICA_GROUPS, ROLLOUT_IDLE_CAUSES
 from engine.metrics.status import read_status
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.record.frames import Tick
@@ -77,6 +77,13 @@ def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
     assert world.metrics.parked == {"timeout": 1, "moved": 0}
 
 
+def attempts_failed(metrics: RunMetrics) -> list[float | None]:
+    """By replica."""
+    own = registry(metrics)
+    ends = [{"replica": str(replica), "end": "failed"} for replica in metrics.state.replicas.by_id]
+    return [own.get_sample_value(REPLICA_GROUPS.name, end) for end in ends]
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: bool) -> None:
     """Half of the groups fail, so that both kinds of ends are undone."""
@@ -88,6 +95,8 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     world.until(lambda state: state.training.steps_trained == 5)
     before = world.metrics.groups.by_final_state()
     assert before["consumed"] == 10 and before["failed"] > 2
+    attempts = attempts_failed(world.metrics)
+    assert sum(filter(None, attempts)) == before["failed"]
 
     recovered = recover(read(recorder))
     metrics = RunMetrics(recovered.scheduler)
@@ -99,6 +108,7 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     assert ended["consumed"] == state.groups.ledger.consumed == (10 if kept else 4)
     assert sum(ended.values()) - ended["consumed"] == state.groups.ledger.released
     assert (ended["failed"] < before["failed"]) is not kept
+    assert attempts_failed(metrics) == attempts, "no resume undoes an attempt"
     assert read_status(metrics).groups_ended == ended
     records = list(state.groups.live.values())
     assert metrics.groups.by_state() == {
