@@ -136,11 +136,14 @@ class Orders:
         """Cancel a timer, if it is set."""
         order = self._state.orders.find("timer", name)
         if order is not None:
+            self._state.limit_check.advance(order, self._state.now)
             self.add(CancelTimer(name=name, timer=order.number))
 
     def fire_timer(self, event: TimerFired) -> None:
         """Note that a timer has fired."""
-        self.fired[self._state.orders.matched[event.id][0].id] = event.id
+        (order,) = self._state.orders.matched[event.id]
+        self._state.limit_check.advance(order, self._state.now)
+        self.fired[order.id] = event.id
 
     def continue_at_once(self) -> None:
         """Start the rest in another tick, so that no tick takes long."""

@@ -54,25 +54,29 @@ COMMA = ", "
 def set_limit_check(core: Core) -> None:
     """Set the timer of the next check, if an order with a limit is open that its process can work on; or a sooner one,
     after an order with a shorter limit was given."""
-    state, check = core.state, core.state.limit_check
-    if not check.least:  # the last limit was lifted
+    state, least = core.state, core.state.limit_check.least
+    if not least:  # the last limit was lifted
         core.orders.cancel_timer(LIMIT)
-        check.interval = 0.0
         return
-    limits = [limit for subject, limit in check.least.items() if state.orders.open(subject)]
+    limits = [limit for subject, limit in least.items() if state.orders.open(subject)]
     if not limits:
         return
     rounds = -(-len(state.orders) // MOST_LOOKS)
     interval = min(limits) / max(CHECKS_IN_LIMIT, LOOKS_IN_LIMIT * rounds)
     interval = min(LONGEST_S, max(SHORTEST_S, interval))
-    is_set = state.timer_is_set(LIMIT)
-    if is_set and interval >= check.interval - SLACK_S:
-        return
-    if not is_set and not _is_anything_timed(state):
-        return
-    check.advance(state.now)
-    check.interval = interval
-    core.orders.set_timer(LIMIT, interval)
+    timer = state.orders.find("timer", LIMIT)
+    if timer is None:
+        is_due = _is_anything_timed(state)
+    else:
+        is_due = interval < _interval_of(timer) - SLACK_S
+    if is_due:
+        core.orders.set_timer(LIMIT, interval)
+
+
+def _interval_of(timer: Order) -> float:
+    """Seconds from one check to the next."""
+    command: Any = timer.command
+    return float(command.delay_s)
 
 
 def _is_anything_timed(state: State) -> bool:
@@ -86,7 +90,6 @@ def check_limits(core: Core) -> None:
     """Look at the open orders, and act on each that exceeds its limit. Many orders are looked at in rounds; a round has
     the orders that were open when it began."""
     state, check = core.state, core.state.limit_check
-    check.advance(state.now)
     numbers = list(state.orders.by_number)
     first, end = bisect_right(numbers, check.cursor), bisect_right(numbers, check.newest)
     if first >= end:  # all orders of the last round were looked at
@@ -98,7 +101,6 @@ def check_limits(core: Core) -> None:
             return
         if number in state.orders.by_number:  # it may have ended with one before it
             _check_order(core, state.orders.by_number[number])
-    check.interval = 0.0
 
 
 def _check_order(core: Core, order: Order) -> None:
@@ -266,5 +268,6 @@ def _reason_of(core: Core, order: Order) -> str:
     limit, taken_s = _exceeded_limit(core, order)
     keys = ", ".join(f"{name} {getattr(order.command, name)}" for name in RELATIONS[type(order.command)].id)
     work = type(order.command).__name__ + (f" ({keys})" if keys else "")
-    checked = f"limits are checked every {core.state.limit_check.interval:.3g} s"
+    (timer,) = core.state.orders.matched[core.orders.cause]
+    checked = f"limits are checked every {_interval_of(timer):.3g} s"
     return f"{owner_text(order.owner)} exceeded its time limit of {limit} after {taken_s:.0f} s in {work}; {checked}"

@@ -13,16 +13,16 @@ from engine.states.checkpoints import Checkpoints
 from engine.states.ending import Ending
 from engine.states.group import Group
 from engine.states.groups import Groups
+from engine.states.limit_check import LimitCheck
 from engine.states.limits import PUBLISHING, SCORING, Limits
 from engine.states.machine import Moves, Observer, SharedMachine
-from engine.states.orders import KINDS_OF_SUBJECTS, OrderBook, Owner, owner_of, stage_owner
+from engine.states.orders import OrderBook, Owner, owner_of, stage_owner
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.replica import REPLICA, Replica
 from engine.states.replicas import Replicas
 from engine.states.step import Step, step_table
-from engine.states.timeouts import LimitCheck
 from engine.states.training import Training
 from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
@@ -90,7 +90,7 @@ class State:
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
         self.groups = Groups(limits, self.orders, self.training, self.checkpoints, self.moves, observe)
         self.validations = Validations(self.replicas, self.orders, self._validation_machine)
-        self.limit_check = LimitCheck(limits.timeouts, KINDS_OF_SUBJECTS)
+        self.limit_check = LimitCheck(limits.timeouts, self.orders)
         self.policies, self.ending = PolicyNotes(), Ending()
         self.fire_version(self.training.versions[0], "live")
 
@@ -133,7 +133,6 @@ class State:
         self.started = True
         self.ending = Ending(restarts=self.ending.restarts, restarted_at=self.ending.restarted_at)
         self.training.publish_failures = self.checkpoints.failures = 0
-        self.limit_check.interval = 0.0
 
     @property
     def takes_work(self) -> bool:

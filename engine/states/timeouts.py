@@ -1,11 +1,9 @@
 """The time limits of orders, by kind: `Limits.timeouts`. Each is a number of seconds, `auto`, or None for no limit.
 
 `RELATIONS` says which kind an order is of. `scheduling/work_times.py` measures how long orders have taken,
-`scheduling/time_limits.py` acts on those that exceed their limit. Here are the settings, the rule for `auto`, and what
-the limit check keeps.
+`scheduling/time_limits.py` acts on those that exceed their limit. Here are the settings and the rule for `auto`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Annotated, Any, Literal
@@ -36,8 +34,6 @@ TIMES_FLOOR = 6
 REPORTS_IN_LIMIT = 10
 """How many reports of progress fit into the shortest time limit of an order."""
 MOST_S = 1_000_000.0
-MOST_INTERVALS = 2
-"""A check adds at most so many of its intervals to the clock."""
 BITS = {kind: 1 << index for index, kind in enumerate((*KINDS, CUT))}
 """By kind, its place in a sum of kinds."""
 
@@ -131,49 +127,3 @@ class Timeouts:
             raise ConfigError("limits.timeouts", unknown, "are not known to this version of the engine")
         process_limits = tuple((str(kind), float(limit_s)) for kind, limit_s in plain.get("process_limits", ()))
         return cls(**{**plain, "process_limits": process_limits})
-
-
-class LimitCheck:
-    """What the limit check keeps: see `scheduling/work_times.py`."""
-
-    clock: float = 0.0
-    """Seconds in which orders with a limit were open, at the last check."""
-    at: float = 0.0
-    """When that was, in seconds since the run began."""
-    interval: float = 0.0
-    """Seconds from then to the next check; 0: none is set."""
-    cursor: int = -1
-    """The order that was looked at last."""
-    newest: int = -1
-    """The last order of the present round of checks. Orders that were given later wait for the next round."""
-    exceeded: int = 0
-    """How often publications exceeded their limit since one was answered; other orders have a record that counts."""
-    longest: dict[str, float]
-    """The longest time to an answer or to progress, by kind."""
-
-    def __init__(self, timeouts: Timeouts, kinds: Mapping[str, str]) -> None:
-        """`kinds`: the kind of each subject of orders that can have a limit."""
-        self.longest, self._kinds = {}, kinds
-        self.use(timeouts)
-
-    def read(self, now: float) -> float:
-        """The clock now. It runs while a check is set."""
-        return self.clock + min(now - self.at, MOST_INTERVALS * self.interval)
-
-    def advance(self, now: float) -> None:
-        """A check is made, or set."""
-        self.clock, self.at = self.read(now), now
-
-    def use(self, timeouts: Timeouts) -> None:
-        """Find the smallest limit that an order of each subject can have. Call it after a change of the settings."""
-        self.least: dict[str, float] = {}
-        """By subject; subjects without a limit are left out."""
-        for subject, kind in self._kinds.items():
-            either = (timeouts.limit(kind, self.longest.get(kind), fresh=False), timeouts.max_s)
-            if limits := [limit for limit in either if limit is not None]:
-                self.least[subject] = min(limits)
-
-    def learn(self, timeouts: Timeouts, kind: str, took: float) -> None:
-        """No order of a kind has taken so long before."""
-        self.longest[kind] = took
-        self.use(timeouts)
