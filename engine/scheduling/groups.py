@@ -76,7 +76,7 @@ def order_stage_work(core: Core) -> None:
         while stage.waiting and stage.working < stage.concurrency:
             group = groups.live[groups.stages.next(stage)]
             group.attempt += 1
-            cause = core.orders.cause_among((group.id,))
+            cause = core.orders.cause_of_work(group.id, stage.owner)
             core.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=cause))
 
 

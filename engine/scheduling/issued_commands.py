@@ -12,12 +12,14 @@ from engine.events import (
     ProcessUp,
     RowsFailed,
     RowsMeasured,
+    StateFailed,
+    StateLeft,
     TimerFired,
     WeightsInstalled,
 )
 from engine.ids import EventId, GroupId, ReplicaId
 from engine.scheduling.work_times import mark
-from engine.states.orders import FILL
+from engine.states.orders import FILL, Owner, stage_owner
 from engine.states.process import REPLICA
 from engine.states.state import State
 
@@ -26,6 +28,8 @@ MOST_STARTS = 256
 
 MAKES_ROOM = (GroupGenerated, GroupAborted, GroupFailed, RowsMeasured, RowsFailed, WeightsInstalled)
 """Facts of a replica after which it may have room for groups."""
+LEAVES_STATE = (StateLeft, StateFailed)
+"""Facts after which an added state may have room for the work on another group."""
 _NUMBERED = frozenset(command for command in COMMANDS.values() if "number" in command.__dataclass_fields__)
 
 
@@ -36,7 +40,7 @@ class Orders:
     another made the command possible.
     """
 
-    __slots__ = ("_commands", "_discards", "_of_group", "_of_replica", "_state", "cause", "changed_by", "fired")
+    __slots__ = ("_commands", "_discards", "_of_group", "_room", "_state", "cause", "changed_by", "fired")
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -54,8 +58,8 @@ class Orders:
         self._discards: list[GroupId] = []
         self._of_group: dict[GroupId, EventId] = {}
         """The last fact of each group in this tick."""
-        self._of_replica: dict[ReplicaId, list[EventId]] = {}
-        """The facts of each replica in this tick, the last first."""
+        self._room: dict[Owner, list[EventId]] = {}
+        """The facts of this tick that made room at each replica and added state, the last first."""
 
     def note(self, event: Event) -> None:
         """Begin to handle a fact. It is the cause of the commands from now on."""
@@ -65,12 +69,14 @@ class Orders:
             self._of_group[group] = event.id
         if type(event) in MAKES_ROOM:
             self.note_room(event.replica)  # type: ignore[attr-defined]
+        elif type(event) in LEAVES_STATE:
+            self.note_room(stage_owner(event.state))  # type: ignore[attr-defined]
         elif type(event) is ProcessUp and event.kind == REPLICA:
             self.note_room(event.index)
 
-    def note_room(self, replica: ReplicaId) -> None:
-        """The fact being handled makes room on a replica."""
-        self._of_replica.setdefault(replica, []).insert(0, self.cause)
+    def note_room(self, owner: Owner) -> None:
+        """The fact being handled makes room for work at a replica or an added state."""
+        self._room.setdefault(owner, []).insert(0, self.cause)
 
     # causes of reactions
 
@@ -83,10 +89,10 @@ class Orders:
         finally:
             self.cause = last
 
-    def cause_on(self, replica: ReplicaId) -> EventId:
-        """The fact that made room on a replica: the n-th start there has its n-th fact of this tick, or its last one.
-        Without any, the last fact of the tick."""
-        facts = self._of_replica.get(replica)
+    def cause_on(self, owner: Owner) -> EventId:
+        """The fact that made room at a replica or an added state: the n-th start there has its n-th fact of this tick,
+        or its last one. Without any, the last fact of the tick."""
+        facts = self._room.get(owner)
         if not facts:
             return self.cause
         return facts.pop() if len(facts) > 1 else facts[0]
@@ -101,6 +107,11 @@ class Orders:
         """The last fact of this tick about one of these groups; without any, the last fact of the tick."""
         known = self._of_group
         return max((known[group] for group in groups if group in known), default=self.cause) if known else self.cause
+
+    def cause_of_work(self, group: GroupId, owner: Owner) -> EventId:
+        """The last fact of this tick about a group; without any, the fact that made room at an added state."""
+        known = self._of_group.get(group)
+        return self.cause_on(owner) if known is None else known
 
     # orders
 

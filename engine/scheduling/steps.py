@@ -32,7 +32,7 @@ from engine.scheduling.pools import release_pools, scores_ahead
 from engine.states.group import Group
 from engine.states.laws import check_batch, check_room
 from engine.states.limits import PUBLISHING, SCORING
-from engine.states.orders import DEADLINE
+from engine.states.orders import DEADLINE, stage_owner
 from engine.states.process import ADDED_STATES, SCORER
 from engine.states.step import Step
 from engine.states.view import view_group
@@ -351,7 +351,9 @@ def fail_stage_work(core: Core, order: EnterState | InspectStep, reason: str, *,
     if isinstance(order, InspectStep):
         failed = InspectionFailed(step=order.step, version=order.version, **about)
         fail_inspection(core, failed, charged=charged)
-    elif charged:
+        return
+    core.orders.note_room(stage_owner(order.state))
+    if charged:
         on_state_failed(core, StateFailed(group=order.group, cause="infrastructure", **about))
     else:
         put_back_in_stage(core, order.state, core.state.groups.live[order.group])

@@ -131,7 +131,7 @@ class Groups:
 
     def unready(self, until: StepId) -> list[Group]:
         """Started groups with deadline ≤ `until` that are not ready, in the order in which they started. Visits all
-        live groups."""
+        live groups: only a batch that leaves surplus groups, and a fired deadline timer, may ask."""
         live = self.live.values()
         found = (group for group in live if group.deadline <= until and UNREADY[self._phases[group.state]])
         return sorted(found, key=attrgetter("started_at"))

@@ -516,6 +516,20 @@ def test_the_work_of_an_added_state_names_the_last_fact_about_its_group() -> Non
     assert [(work.group, work.cause) for work in works] == [(0, generated[0].id), (1, generated[1].id)]
 
 
+def test_the_work_of_an_added_state_names_the_fact_that_made_room_for_it() -> None:
+    run = small(added_states=(CHECKING,), infrastructure_attempts=9)
+    run.finish(0, 1)
+    (work,) = run.ordered(EnterState)
+    left = StateLeft(
+        group=0, attempt=work.attempt, state="checking", trainable=2, reward_mean=0.5, reward_spread=1.0
+    )  # fmt: skip
+    (work,) = [one for one in run.tell_together(left, run.generated(2)) if isinstance(one, EnterState)]
+    assert (work.group, work.cause) == (1, left.id)
+    lost = ProcessLost(kind="added states", index=0, incarnation=1, reason="killed")
+    (work,) = [one for one in run.tell_together(lost, run.generated(3)) if isinstance(one, EnterState)]
+    assert (work.group, work.cause) == (2, lost.id), "group 1 waits again, behind those that waited"
+
+
 def test_every_start_names_its_cause() -> None:
     run = small()
     causes = {command.cause for command in run.starts() if isinstance(command, StartGroup)}
