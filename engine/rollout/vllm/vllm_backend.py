@@ -228,7 +228,7 @@ class VllmBackend(RemoteEngine):
         ):  # fmt: skip
             last = output.outputs[0]
             tokens += last.token_ids
-            logprobs += [step[token].logprob for token, step in zip(last.token_ids, last.logprobs or (), strict=True)]
+            logprobs += _of_sampled(last.logprobs)
             top += _likeliest(request, last.logprobs or ())
             self._sampled += len(last.token_ids)
             run.sampled = len(tokens)
@@ -477,6 +477,11 @@ def spans_of(reported: Any, tokens: int, in_force: Sequence[Version]) -> list[Sp
     return spans
 
 
+def _of_sampled(scores: Any) -> list[float]:
+    """The log-probs of the sampled tokens, which vLLM lists first at each place."""
+    return [] if scores is None else [scores.logprobs[first] for first in scores.start_indices]
+
+
 def _likeliest(request: SampleRequest, steps: Sequence[Mapping[int, Any]]) -> list[Sequence[tuple[int, float]]]:
     """Of each token, the likeliest tokens at its place, if they were requested."""
     most = request.params.top_logprobs
@@ -498,6 +503,7 @@ def _sampling_params(request: SampleRequest, budget: int) -> Any:
         stop_token_ids=list(params.stop_ids),
         ignore_eos=True,  # the request's stop ids are the only ones
         logprobs=params.top_logprobs,  # besides that of the token sampled
+        flat_logprobs=True,  # lists of numbers instead of two objects for each token
         detokenize=False,
         structured_outputs=StructuredOutputsParams(structural_tag=params.structure) if params.structure else None,
         seed=derive_seed(request.seed, len(request.prefix_ids)) >> 1,
