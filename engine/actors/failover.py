@@ -18,7 +18,7 @@ from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import ReplayedRows, keep_rows, validation_rows
+from engine.metrics.journal import keep_rows, validation_rows
 from engine.metrics.status import Status, read_status
 from engine.record import read, recover
 from engine.record.files import RecordLock
@@ -52,8 +52,7 @@ def recovery_of(run_dir: Path) -> RunRecovery:
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
-        unfinished = ReplayedRows()
-        recovered = recover(record, unfinished.note, unfinished.watch)
+        recovered = recover(record)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -61,7 +60,7 @@ def recovery_of(run_dir: Path) -> RunRecovery:
     except BaseException:
         lock.release()
         raise
-    return RunRecovery(recovered=recovered, lock=lock, rows=unfinished.rows)
+    return RunRecovery(recovered=recovered, lock=lock)
 
 
 def status_at_end(run_dir: Path) -> Status:

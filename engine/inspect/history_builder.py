@@ -27,9 +27,8 @@ from engine.inspect.history import (
     StepRow,
     SyncPhase,
 )
-from engine.metrics.journal import StepRows
+from engine.metrics.journal import Row
 from engine.record import Header
-from engine.states.group import Group, Outcome, Stored
 from engine.states.machine import Phase
 from engine.states.process import REPLICA
 
@@ -291,7 +290,7 @@ class HistoryBuilder(GroupBuilder):
         self.settings: list[tuple[float, str, str]] = []
         self.slots: dict[ReplicaId, int] = {}
         self.validations: list[Mapping[str, Any]] = []
-        self.step_rows: list[dict[str, Any]] = []
+        self.step_rows: list[Row] = []
         self._steps: dict[StepId, dict[str, Any]] = {}
         self._undone: list[StepRow] = []
         self._open_phases: dict[StepId, tuple[str, float, EventId]] = {}
@@ -299,7 +298,6 @@ class HistoryBuilder(GroupBuilder):
         self._open_lives: dict[tuple[str, int], tuple[Incarnation, float, float | None, EventId]] = {}
         self._open_syncs: dict[ReplicaId, _Begun] = {}
         self._open_saves: dict[StepId, _Begun] = {}
-        self._metrics = StepRows(self.step_rows.append)
 
     # train steps
 
@@ -343,20 +341,9 @@ class HistoryBuilder(GroupBuilder):
             notes["finished_at"], undone,
         )  # fmt: skip
 
-    # rows of `metrics.jsonl`
-
-    def row_formed(self, step: StepId, groups: Iterable[Any], staleness: tuple[int, ...]) -> None:
-        batch = [
-            Group(id, stored=Stored(tokens=tokens), outcome=Outcome(reward_mean=reward))
-            for id, reward, tokens in groups
-        ]
-        self._metrics.formed(step, batch, tuple(staleness))
-
-    def row_changed(self, step: StepId, state: str, at: float) -> None:
-        self._metrics.changed(step, state, at)
-
-    def row_finished(self, step: StepId, version: Version, at: float, counts: Mapping[str, int]) -> None:
-        self._metrics.finished(step, version, at, counts)
+    def row_finished(self, row: Row) -> None:
+        """The row of `metrics.jsonl` of a step that finished."""
+        self.step_rows.append(row)
 
     # processes
 
@@ -466,7 +453,6 @@ class HistoryBuilder(GroupBuilder):
         self, header: Header, ticks: int, events: int, end: float, outcome: str, reason: str, notes: tuple[str, ...]
     ) -> History:
         """The history, once the record has ended."""
-        self._metrics.flush()
         groups = tuple(self.rows())
         steps = (*self._undone, *(self._step_row(step, undone=False) for step in self._steps))
         return History(

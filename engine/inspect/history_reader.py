@@ -67,7 +67,7 @@ from engine.inspect.history_cache import HistoryCache
 from engine.inspect.moment import open_record
 from engine.metrics.collector import RunMetrics
 from engine.metrics.idle import Period
-from engine.metrics.journal import StepRows
+from engine.metrics.journal import Row
 from engine.record import Header, Record, Tick, replay
 from engine.record.codec import CodecError
 from engine.record.reader import Place
@@ -283,31 +283,18 @@ class _Move(NamedTuple):
     """Tokens that it had in the trajectory store then."""
 
 
-class _Rows(StepRows):
-    """Reports what `RunMetrics` says about the rows of train steps, instead of collecting them."""
+class _Rows:
+    """Takes the place of a journal: reports the rows of train steps."""
 
-    def __init__(self, report: Report, moves: list[tuple[StepId, str]]) -> None:
-        """`moves`: gets each change of a step."""
-        super().__init__(lambda row: None)
-        self._report_call = report
-        self._moves = moves
+    def __init__(self, report: Report) -> None:
+        self._report = report
 
-    def written_to(self, emit: Any, first: Any) -> "_Rows":
-        return self
+    def write(self, row: Row) -> None:
+        if "step" in row:
+            self._report("row_finished", row)
 
-    def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
-        batch = [(group.id, group.outcome.reward_mean, group.stored.tokens) for group in groups]
-        self._report_call("row_formed", step, batch, staleness)
-
-    def changed(self, step: StepId, state: str, at: float) -> None:
-        self._report_call("row_changed", step, state, at)
-        self._moves.append((step, state))
-
-    def finished(self, step: StepId, version: int, at: float, counts: Any) -> None:
-        self._report_call("row_finished", step, version, at, dict(counts))
-
-    def flush(self) -> None:
-        """The builder writes the rows of steps that are finished at its end."""
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _StretchWatcher:
@@ -365,11 +352,17 @@ class _StretchWatcher:
         state.groups.machine.observe = self._group_changed
         self._at = state.now
         self._drawn = self._drawn_before = state.groups.ledger.drawn
-        self._metrics = RunMetrics(scheduler, rows=_Rows(self._report, self._step_moves))
+        self._metrics = RunMetrics(scheduler, _Rows(self._report))
+        state.observe(self._changed, groups=False)
         if state.started:
             self._metrics.idle.at = self._at
             self._metrics.idle.measure()
             self._period = self._metrics.idle.period
+
+    def _changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        self._metrics.note(machine, record, source, trigger)
+        if machine == "step":
+            self._step_moves.append((record.id, record.state))
 
     def _group_changed(self, machine: str, group: Group, source: str, trigger: str) -> None:
         self._moves.append(_Move(group, group.state, group.stored.tokens))
@@ -377,6 +370,7 @@ class _StretchWatcher:
     def watch(self, tick: Tick) -> None:
         """Take the next tick of the replay."""
         self._metrics.observe(tick)
+        self._metrics.steps.flush()
         matched = self.state.orders.matched
         about: dict[GroupId, Event] = {}
         resumed: RunResumed | None = None

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.commands import Command, ParkGroup, ResumeGroup, SetTimer, TrainStep
+from engine.commands import Command, ParkGroup, ResumeGroup, SetTimer
 from engine.events import (
     CacheMeasured,
     CallsMeasured,
@@ -34,10 +34,10 @@ from engine.events import (
     TimerFired,
 )
 from engine.ids import NO_VERSION, ReplicaId, StepId
-from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups, group_counts
+from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups
 from engine.metrics.idle import IdleTime
 from engine.metrics.intervals import estimates
-from engine.metrics.journal import Row, StepRows, bounds_in, sets_of
+from engine.metrics.journal import Row, StepRows, bounds_in, finished_row, sets_of
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
@@ -56,6 +56,7 @@ from engine.states.orders import LIMIT
 from engine.states.process import KINDS, REPLICA
 from engine.states.replica import Replica
 from engine.states.state import State
+from engine.states.step import Step
 from engine.states.validation import VALIDATION, Validation
 from engine.trajectory import SOURCES
 
@@ -102,11 +103,11 @@ class RunMetrics:
     the place of the scheduler's observer of all machines but that of groups."""
 
     def __init__(
-        self, scheduler: HasState, journal: TakesRows | None = None, rows: StepRows | None = None,
-        first: Sequence[Row] = (), validations: Sequence[Row] = (),
+        self, scheduler: HasState, journal: TakesRows | None = None, first: Sequence[Row] = (),
+        validations: Sequence[Row] = (),
     ) -> None:  # fmt: skip
-        """`rows`: rows that an earlier process of the run left unfinished. `first`, `validations`: rows of the first
-        train steps and of all validations that an earlier process wrote."""
+        """`first`, `validations`: rows of the first train steps and of all validations that an earlier process
+        wrote."""
         state = self.state = scheduler.state
         self.idle = IdleTime(state)
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
@@ -140,8 +141,6 @@ class RunMetrics:
         """When the last train step finished, or the run was resumed."""
         self.checkpoint_at = 0.0
         """When the last checkpoint was saved, or the run was resumed; seconds since the run began."""
-        self.since: dict[StepId, float] = {}
-        """The times since which open steps have been in their present state; see `waits`."""
         self.silence = (-1, "")
         """(number of changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []
@@ -152,7 +151,7 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.steps = (rows or StepRows(self._emit, group_counts(state))).written_to(self._emit, first)
+        self.steps = StepRows(self._emit, first)
         for row in validations:
             self._take_validation(row)
         self.validations_before = len(self.validations)
@@ -161,18 +160,17 @@ class RunMetrics:
         """Number of events by class."""
         self._finished_at: deque[float] = deque(maxlen=11)
         self._counted, self._ordered = self._event_counters(), self._order_counters()
-        self._step_moves: list[tuple[StepId, str]] = []
-        """(step, new state) of each step that changed in this tick."""
+        self._steps_finished: list[Step] = []
+        """Steps that finished in this tick."""
         self._replicas_changed: dict[ReplicaId, Replica] = {}
         """Replicas that changed in this tick."""
         self._validations_ended: list[Row] = []
         """Rows of the validations that ended in this tick."""
-        state.observe(self._note, groups=False)
+        state.observe(self.note, groups=False)
 
     def _order_counters(self) -> dict[type[Command], Callable[[Any, float], None]]:
         """The method that counts orders of each class."""
         return {
-            TrainStep: self._batch_ordered,
             ParkGroup: self._group_parked,
             ResumeGroup: self.replicas.on_resume_group,
         }
@@ -197,14 +195,8 @@ class RunMetrics:
         }
 
     def finish_replay(self) -> None:
-        """Call it when a replay has reached the present. From then on, open orders and waits are known."""
+        """Call it when a replay has reached the present: the ages of the last step and checkpoint count from there."""
         self.finished_at = self.checkpoint_at = self.state.now
-        for step in self.state.training.steps.values():
-            if step.groups or step.state == "collecting":
-                self.steps.changed(step.id, step.state, self.state.now)
-            if step.groups:
-                groups = [self.state.groups.live[id] for id in step.groups if id in self.state.groups.live]
-                self.steps.formed(step.id, groups, step.staleness)
 
     # input
 
@@ -214,8 +206,11 @@ class RunMetrics:
             return
         self.idle.at = tick.at
         self._count(tick.events, tick.at)
-        if self._step_moves:
-            self._count_steps(tick.at)
+        for step in self._steps_finished:
+            self.steps.finished(finished_row(step, self.state.training.latest_version, tick.at))
+            self._finished_at.append(tick.at)
+            self.finished_at = tick.at
+        self._steps_finished.clear()
         for row in self._validations_ended:
             self._take_validation(row)
             if self._journal is not None:
@@ -256,10 +251,13 @@ class RunMetrics:
                 if (count := self._counted.get(type(event))) is not None:
                     count(event)
 
-    def _note(self, machine: str, record: Any, source: str, trigger: str) -> None:
+    def note(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """Note what `observe` must look at after the tick. The scheduler calls it after each change of a record."""
         if machine == "step":
-            self._step_moves.append((record.id, record.state))
+            if source == "training" and trigger in ("publish", "finish"):
+                self.trained.count(record)
+            if record.state == "finished":
+                self._steps_finished.append(record)
         elif machine == "replica":
             self._replicas_changed[record.id] = record
             self.replicas.changed(record, trigger, self.state)
@@ -404,23 +402,6 @@ class RunMetrics:
     def _retry(self, cause: str, story: str) -> None:
         self.retries[cause] += 1
         self.last_failure = story
-
-    def _batch_ordered(self, command: TrainStep, at: float) -> None:
-        groups = [self.state.groups.live[id] for id in command.groups if id in self.state.groups.live]
-        self.steps.formed(command.step, groups, command.staleness)
-
-    def _count_steps(self, at: float) -> None:
-        for step, state in self._step_moves:
-            if self.steps.trains(step) and state in ("publishing", "finished"):
-                self.trained.count(*self.steps.batch(step))
-            self.steps.changed(step, state, at)
-            self.since[step] = at
-            if state == "finished":
-                del self.since[step]
-                self.steps.finished(step, self.state.training.latest_version, at, group_counts(self.state))
-                self._finished_at.append(at)
-                self.finished_at = at
-        self._step_moves.clear()
 
     def _emit(self, row: Row) -> None:
         self.rewards.append(row.get("reward_mean"))

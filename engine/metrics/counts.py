@@ -18,6 +18,7 @@ from engine.states.limits import SYNC_MODES
 from engine.states.machine import Moves
 from engine.states.replica import Replica
 from engine.states.state import State
+from engine.states.step import Step
 
 # -- histograms --------------------------------------------------------------------------------------------------------
 
@@ -153,13 +154,12 @@ class TrainedGroups:
         counts, total = self.staleness.read()
         return total / counts[-1] if counts[-1] else None
 
-    def count(self, groups: Sequence[GroupId], staleness: Sequence[int], tokens: int) -> None:
-        """Count the groups of a step, with the staleness of each."""
-        self.tokens += tokens
-        if staleness:
-            self.staleness.observe(staleness, groups)
-            values = {*self.range, *staleness}
-            self.newest, self.range = tuple(staleness), (min(values), max(values))
+    def count(self, step: Step) -> None:
+        """Count the groups of a step that was trained."""
+        self.tokens += step.tokens
+        self.staleness.observe(step.staleness, step.groups)
+        values = {*self.range, *step.staleness}
+        self.newest, self.range = step.staleness, (min(values), max(values))
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------
@@ -168,12 +168,6 @@ class TrainedGroups:
 def entered(moves: Moves, machine: str, state: str) -> int:
     """Number of times that any record entered a state. Safe on any thread."""
     return sum(n for (name, _, target), n in list(moves.items()) if name == machine and target == state)
-
-
-def group_counts(state: State) -> dict[str, int]:
-    """Number of groups aborted, resumed, filtered and failed so far, for the row of a step."""
-    names = ("aborted", "resumed", "filtered", "failed")
-    return {f"groups_{name}": entered(state.moves, "group", name) for name in names}
 
 
 class GroupCounts:

@@ -15,22 +15,16 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
-from engine.commands import TrainStep
 from engine.errors import FULL, ConfigError, StorageFull
-from engine.events import RunResumed
-from engine.ids import GroupId, StepId
-from engine.metrics.counts import group_counts
+from engine.ids import StepId, Version
 from engine.metrics.health import START, WINDOW
 from engine.metrics.intervals import Estimate
 from engine.record.files import open_private, private_opener
-from engine.record.frames import Tick
-from engine.states.group import Group
-from engine.states.state import State
+from engine.states.step import STEP, Step
 
 log = logging.getLogger(__name__)
 
@@ -259,116 +253,52 @@ TRAINER_SECONDS = "seconds_"
 Row = dict[str, Any]
 
 
-@dataclass(slots=True)
-class _OpenGroup:
-    """A step with a batch whose row is not written yet."""
-
-    fields: Row
-    groups: tuple[GroupId, ...] = ()
-    staleness: tuple[int, ...] = ()
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    entered_at: float = 0.0
-    phase: str = "scoring"
-    finished: bool = False
+def finished_row(step: Step, version: Version, at: float) -> Row:
+    """The row of a step that finished at `at`, without the trainer's metrics. `version`: the newest one then."""
+    seconds = dict.fromkeys(PHASES, 0.0) | {state: s for state, s in step.seconds.items() if state != STEP.initial}
+    return {
+        "step": step.id, "version": version, "groups": len(step.groups), "reward_mean": step.reward_mean,
+        "accuracy": None, "loss": None, "staleness_min": min(step.staleness),
+        "staleness_mean": sum(step.staleness) / len(step.staleness), "staleness_max": max(step.staleness),
+        "tokens": step.tokens, "elapsed_s": at, "seconds": {**seconds, "total": sum(seconds.values())},
+        **{f"groups_{name}": count for name, count in step.setbacks.items()},
+    }  # fmt: skip
 
 
 class StepRows:
-    """Collects rows of open steps; passes finished rows to `emit` in order of steps."""
+    """Joins the rows of finished steps with the trainer's metrics; passes them to `emit` in order of steps."""
 
-    def __init__(self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None) -> None:
-        """`counts`: counts, as in `finished`, that later rows must not include."""
-        self.first: list[Row] = []
+    def __init__(self, emit: Callable[[Row], None], first: Sequence[Row] = ()) -> None:
+        """`first`: rows of the first steps of the run that are written already."""
+        self.first = [*first]
         """Rows of the first `START` steps of the run."""
         self.recent: deque[Row] = deque(maxlen=WINDOW)
         """The newest rows that this process wrote, oldest first."""
         self._emit = emit
-        self._open: dict[StepId, _OpenGroup] = {}
+        self._finished: dict[StepId, Row] = {}
+        """Rows that wait for the trainer's metrics."""
         self._reported: dict[StepId, Row] = {}
-        self._collecting_since = 0.0
-        self._counts = dict(counts or {})
 
-    def written_to(self, emit: Callable[[Row], None], first: Sequence[Row]) -> Self:
-        """Write rows to another target from now on. `first`: rows of the first steps that are written already."""
-        self.first = [*first]
-        self.recent.clear()
-        self._emit = emit
-        return self
-
-    def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
-        """Note that a batch was ordered to be trained. A repeated order changes nothing.
-
-        `staleness`: staleness of each group. Groups that no longer exist have no other figures.
-        """
-        entry = self._open.get(step)
-        if entry is None or "groups" in entry.fields:
-            return
-        entry.groups, entry.staleness = tuple(group.id for group in groups), staleness
-        rewards = [group.outcome.reward_mean for group in groups]
-        entry.fields.update(
-            groups=len(staleness),
-            reward_mean=sum(rewards) / len(rewards) if rewards else None,
-            accuracy=None,
-            loss=None,
-            staleness_min=min(staleness, default=0),
-            staleness_mean=sum(staleness) / max(1, len(staleness)),
-            staleness_max=max(staleness, default=0),
-            tokens=sum(group.stored.tokens for group in groups),
-        )
-
-    def changed(self, step: StepId, state: str, at: float) -> None:
-        """A step entered a state of its machine."""
-        if state == "collecting":
-            self._collecting_since = at
-            return
-        entry = self._open.get(step)
-        if entry is None:
-            entry = self._open[step] = _OpenGroup({"step": step}, entered_at=at)
-            entry.seconds["collecting"] = at - self._collecting_since
-        entry.seconds[entry.phase] = entry.seconds.get(entry.phase, 0.0) + at - entry.entered_at  # added states, too
-        entry.entered_at = at
-        entry.phase = {"finished": "publishing"}.get(state, state)
-
-    def trains(self, step: StepId) -> bool:
-        """Whether a step was being trained when it last changed its state."""
-        entry = self._open.get(step)
-        return entry is not None and entry.phase == "training"
-
-    def batch(self, step: StepId) -> tuple[tuple[GroupId, ...], tuple[int, ...], int]:
-        """Groups of an unfinished step, the staleness of each, and their response tokens."""
-        entry = self._open.get(step)
-        return (entry.groups, entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), (), 0)
-
-    def finished(self, step: StepId, version: int, at: float, counts: Mapping[str, int]) -> None:
-        """Note that a step finished. `counts`: groups aborted, resumed, filtered and failed since the run began."""
-        entry = self._open.get(step)
-        if entry is None:
-            return
-        for earlier in [id for id, other in self._open.items() if other.finished and id != step]:
-            self._write(earlier)
-        entry.finished = True
-        entry.fields.update(
-            version=version, elapsed_s=at, seconds={**entry.seconds, "total": sum(entry.seconds.values())}
-        )
-        entry.fields.update({name: count - self._counts.get(name, 0) for name, count in counts.items()})
-        self._counts = dict(counts)
-        if step in self._reported:
-            self._write(step)
+    def finished(self, row: Row) -> None:
+        """Take the row of a step. Those of earlier steps wait no longer."""
+        self.flush()
+        self._finished[row["step"]] = row
+        if row["step"] in self._reported:
+            self._write(row["step"])
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """Take the trainer's metrics for a step, before or after the step finishes."""
         self._reported[step] = dict(metrics)
-        if step in self._open and self._open[step].finished:
+        if step in self._finished:
             self._write(step)
 
     def flush(self) -> None:
         """Write the rows of finished steps for which the trainer reported no metrics."""
-        for step in [id for id, entry in self._open.items() if entry.finished]:
+        for step in list(self._finished):
             self._write(step)
 
     def _write(self, step: StepId) -> None:
-        fields = self._open.pop(step).fields
-        reported = self._reported.pop(step, {})
-        row: Row = {key: fields[key] for key in ("step", "version", "groups") if key in fields} | fields
+        row, reported = self._finished.pop(step), self._reported.pop(step, {})
         own = {name: value for name, value in reported.items() if not name.startswith(TRAINER_SECONDS)}
         row |= {name: value for name, value in own.items() if row.get(name) is None}
         seconds = {name.removeprefix(TRAINER_SECONDS): value for name, value in reported.items() if name not in own}
@@ -378,39 +308,3 @@ class StepRows:
         if step == len(self.first) < START:
             self.first.append(row)
         self._emit(row)
-
-
-class ReplayedRows:
-    """Rebuilds rows of the steps that are open at the end of a record, so that a resumed run can write them.
-
-    During the replay, `note` must be called after each change of state, and `watch` after each tick.
-    """
-
-    def __init__(self) -> None:
-        self.rows = StepRows(lambda row: None)
-        self._moves: list[tuple[StepId, str]] = []
-        """(step, new state) of each step that changed in this tick."""
-        self._begun = False
-
-    def note(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        if machine == "step":
-            self._moves.append((record.id, record.state))
-
-    def watch(self, tick: Tick, state: State) -> None:
-        if not self._begun:
-            self._begin(state)
-        for step, entered in self._moves:
-            self.rows.changed(step, entered, tick.at)
-            if entered == "finished":
-                self.rows.finished(step, state.training.latest_version, tick.at, group_counts(state))
-                self.rows.flush()  # an earlier process has written this row
-        self._moves.clear()
-        if any(isinstance(event, RunResumed) and not event.kept for event in tick.events):
-            self._begin(state)
-        for command in tick.commands:
-            if type(command) is TrainStep:
-                groups = [state.groups.live[id] for id in command.groups if id in state.groups.live]
-                self.rows.formed(command.step, groups, command.staleness)
-
-    def _begin(self, state: State) -> None:
-        self.rows, self._begun = StepRows(lambda row: None, group_counts(state)), True

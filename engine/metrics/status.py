@@ -339,7 +339,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
     if state.ending.draining:
-        first = next(iter(waits(state, metrics.since)), None)
+        first = next(iter(waits(state)), None)
         return f"the run is draining: {first.sentence(metrics.at)}" if first is not None else "the run is draining"
     free = idle.slots - idle.busy
     if not idle.slots:

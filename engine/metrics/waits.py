@@ -4,7 +4,7 @@ Called by the control endpoint, the live view, the metrics of idle hardware, and
 book and the state, and must never change them. The cost of a call grows with the number of open orders.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from engine.commands import (
 )
 from engine.errors import counted
 from engine.events import ProcessLost
-from engine.ids import NO_VERSION, GroupId, StepId
+from engine.ids import NO_VERSION, GroupId
 from engine.protocols import SLOTS
 from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
@@ -45,21 +45,19 @@ from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
 from engine.states.replica import Replica
 from engine.states.state import State
 
-Since = Mapping[StepId, float]
-"""When a train step entered its current state, if known: seconds since the run began."""
 GROUPS_NAMED = 3
 REPLICAS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """One wait. `since`: seconds since the run began; None if unknown."""
+    """One wait. `since`: seconds since the run began."""
 
     by: str
     """Who must act."""
     doing: str
     """What it has been doing: `generating group 41`."""
-    since: float | None
+    since: float
     ends: str
     """The events that end it."""
     detail: str = ""
@@ -68,13 +66,12 @@ class Wait:
     def sentence(self, now: float) -> str:
         """`now`: seconds since the run began."""
         several = self.by.startswith("replicas ")
-        age = "" if self.since is None else f" for {max(0.0, now - self.since):.0f} s"
-        verb = ("are" if several else "is") if self.since is None else ("have" if several else "has") + " been"
+        verb, age = "have" if several else "has", f"{max(0.0, now - self.since):.0f} s"
         detail = f": {self.detail}" if self.detail else ""
-        return f"{self.by} {verb} {self.doing}{age}{detail} (until {self.ends})"
+        return f"{self.by} {verb} been {self.doing} for {age}{detail} (until {self.ends})"
 
 
-def waits(state: State, since: Since | None = None) -> list[Wait]:
+def waits(state: State) -> list[Wait]:
     """All waits of a run, those that block the next train step first. Empty once the run is over."""
     if state.ending.outcome is not None:
         return []
@@ -83,7 +80,7 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
         if order.subject != "timer" or order.id != LIMIT:  # no process waits for that
             orders.setdefault(_together(order, state), []).append(order)
     found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
-    return [*(wait for _, _, wait in found), *_unordered(state, since or {})]
+    return [*(wait for _, _, wait in found), *_unordered(state)]
 
 
 LAST = 9
@@ -417,14 +414,14 @@ WORDS: dict[type[Command], Words] = {
 """For each class of orders but timers, what its owner is doing."""
 
 
-def _unordered(state: State, since: Since) -> Iterator[Wait]:
+def _unordered(state: State) -> Iterator[Wait]:
     """Waits that have no order."""
     for step in state.training.formed_steps:
         if step.state == "scoring" and not state.scoring(step):
             by = f"step {step.id} on {_groups(len(step.groups))}"
             doing = "waiting for its pool, or for replicas to take the newest weights"
             ends = "ReplicaPaused, WeightsInstalled or BatchScored"
-            yield Wait(by=by, doing=doing, since=since.get(step.id), ends=ends)
+            yield Wait(by=by, doing=doing, since=step.entered_at, ends=ends)
     run = state.validations.served
     if run is not None and not run.out:
         left = sum(chunk.count for chunk in run.chunks if not chunk.done)

@@ -8,7 +8,7 @@ there is none. Every answer must be identical: a scheduler that decides differen
 snapshot it only checks checksums. It refuses a damaged record.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from engine.commands import Command
 from engine.errors import RecordError
@@ -25,7 +25,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.states.checkpoints import Checkpoints, TrainedBatch
 from engine.states.laws import check_all
 from engine.states.machine import Observer
-from engine.states.state import State
 
 
 class Recovered:
@@ -35,12 +34,9 @@ class Recovered:
         self,
         record: Record,
         observe: Observer | None = None,
-        replayed: Callable[[Tick, State], None] | None = None,
     ) -> None:
-        """`observe`: called after each replayed change of a record that is not a group. `replayed`: called with each
-        replayed frame and the state after it. Raises: `RecordError`."""
+        """`observe`: called after each replayed change of a record that is not a group. Raises: `RecordError`."""
         self._record = record
-        self._replayed_for = replayed
         self.passed_over: list[RecordError] = []
         """Why newer snapshots than the one used could not be used."""
         record.require_index()
@@ -128,8 +124,6 @@ class Recovered:
 
     def _watch(self, frame: Tick) -> None:
         self.at = frame.at
-        if self._replayed_for is not None:
-            self._replayed_for(frame, self.scheduler.state)
 
 
 def _first_scheduler(record: Record) -> Scheduler:

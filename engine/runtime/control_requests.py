@@ -47,7 +47,7 @@ class Silence:
         silent = now - self._since
         if silent < self._patience_s:
             return self._patience_s - silent
-        found = [wait.sentence(now) for wait in waits(metrics.state, metrics.since)]
+        found = [wait.sentence(now) for wait in waits(metrics.state)]
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
         named = "; ".join(found[:NAMED]) + more or "no process: no order is open"
         text = f"nothing has changed for {silent:.0f} s: {named}"
@@ -163,7 +163,7 @@ class Control:
 
     def _state(self) -> dict[str, Any]:
         state, now = self._driver.scheduler.state, self._now()
-        found = [wait.sentence(now) for wait in waits(state, self._metrics.since)]
+        found = [wait.sentence(now) for wait in waits(state)]
         return {
             "outcome": state.ending.outcome.outcome if state.ending.outcome else None,
             "step": state.training.steps_trained,

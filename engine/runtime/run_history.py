@@ -16,7 +16,7 @@ from engine.commands import FinishRun
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
-from engine.metrics.journal import ReplayedRows, StepRows, cut_rows
+from engine.metrics.journal import cut_rows
 from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.segment_log import Torn, has_segments
@@ -181,8 +181,6 @@ class RecoveredRun:
 
     recovered: Recovered
     lock: RecordLock
-    rows: StepRows | None = None
-    """Rows of steps that are not finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +237,7 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
     record = read(schedule, missing_end=plan.force_from is not None)
     lock = RecordLock(schedule, waits=plan.again)  # the earlier scheduler was killed, but may not have ended yet
     try:
-        rows = ReplayedRows()
-        recovered = recover(record, rows.note, rows.watch)
+        recovered = recover(record)
         if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.ending.outcome
@@ -250,7 +247,7 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
         ):
             raise _finished(plan.run_dir, outcome, recovered)
         end_earlier(plan.run_dir)
-        return _prepared(plan, recovered, lock, rows)
+        return _prepared(plan, recovered, lock)
     except BaseException:
         lock.release()
         raise
@@ -296,7 +293,7 @@ def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: 
     return RecordLock(schedule)
 
 
-def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows) -> RunHistory:
+def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
     """Check everything that the run needs to resume, then set later data aside."""
     assert plan.run_dir is not None
     state = recovered.scheduler.state
@@ -342,8 +339,8 @@ def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: Rep
     for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
         remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
-        recovered=recovered, lock=lock, rows=None if missing is None else rows_open.rows, restore=restore,
-        missing=missing, torn=torn, damaged=tuple(damaged), aside=newest, validations=state.validations.created,
+        recovered=recovered, lock=lock, restore=restore, missing=missing, torn=torn, damaged=tuple(damaged),
+        aside=newest, validations=state.validations.created,
     )  # fmt: skip
 
 

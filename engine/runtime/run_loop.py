@@ -131,8 +131,7 @@ class RunLoop:
             journal = open_row_writer(plan.run_dir, plan.config, plan.sinks, samples)
             first = first_rows(journal.path)
             validations = [*validation_rows(journal.path)]
-        rows = None if earlier is None else earlier.rows
-        self.metrics = RunMetrics(self.scheduler, journal, rows, first, validations)
+        self.metrics = RunMetrics(self.scheduler, journal, first, validations)
         self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()

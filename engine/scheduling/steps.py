@@ -6,7 +6,6 @@ every batch against it, whichever policy chose the batch.
 
 from collections.abc import Sequence
 from itertools import islice
-from math import fsum
 from typing import Any
 
 from engine.commands import DeleteCheckpoint, EnterState, InspectStep, PublishWeights, SaveCheckpoint, TruncateGroup
@@ -91,7 +90,7 @@ def _form_batch(core: Core, step: Step, chosen: tuple[GroupId, ...]) -> None:
     groups = [state.groups.live[id] for id in chosen]
     staleness = tuple(state.staleness(group, step.id) for group in groups)
     check_batch(state, step.id, staleness, chosen)
-    step.take(chosen, staleness)
+    step.take(groups, staleness)
     for group in groups:
         state.groups.fire(group, "batch")
     core.orders.cancel_timer(DEADLINE)
@@ -246,7 +245,7 @@ def on_step_trained(core: Core, event: StepTrained) -> None:
     groups = state.groups
     step = training.steps[event.step]
     state.checkpoints.train(step.id, step.groups, step.staleness)
-    training.step_reward = fsum(groups.live[id].outcome.reward_mean for id in step.groups) / len(step.groups)
+    training.step_reward = step.reward_mean
     for id in step.groups:
         groups.fire(groups.live[id], "consume")
     if not state.limits.keeps_batches:
@@ -278,7 +277,7 @@ def begin_step_again(core: Core, step: Step) -> None:
 
 def _finish_step(core: Core, step: Step) -> None:
     """A step is trained and, if it publishes, published."""
-    del core.state.training.steps[step.id]
+    core.state.training.finish(step, core.state.count_setbacks())
     release_pools(core, step.id)
 
 

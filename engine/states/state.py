@@ -117,6 +117,7 @@ class State:
         self.groups.branch(consumed, released)
         self.checkpoints.branch(steps)
         self.training.branch(steps)
+        self.training.setbacks = self.count_setbacks()
         for pool in self.pools.leases:
             if pool.task:
                 self.give_back(pool)
@@ -138,6 +139,14 @@ class State:
     def takes_work(self) -> bool:
         """The run has begun, is not over and does not drain."""
         return self.started and self.ending.outcome is None and not self.ending.draining
+
+    def count_setbacks(self) -> dict[str, int]:
+        """How often groups were aborted, resumed, filtered and failed since the run began."""
+        counts = dict.fromkeys(("aborted", "resumed", "filtered", "failed"), 0)
+        for (machine, _, target), count in self.moves.items():
+            if machine == "group" and target in counts:
+                counts[target] += count
+        return counts
 
     # machines
 
@@ -166,6 +175,7 @@ class State:
             self._observe(machine, record, source, trigger)
 
     def fire_step(self, step: Step, trigger: str) -> None:
+        step.leave(self.now)
         self._step_machine.fire(step, trigger)
 
     def fire_version(self, version: WeightsVersion, trigger: str) -> None:

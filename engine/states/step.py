@@ -1,9 +1,12 @@
 """The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/steps.py`."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from math import fsum
 
 from engine.ids import GroupId, StepId
+from engine.states.group import Group
 from engine.states.machine import Table, Transition, transitions
 
 STEP = Table(
@@ -56,12 +59,21 @@ class Step:
 
     id: StepId
     state: str = STEP.initial
+    entered_at: float = 0.0
+    """When it entered its state, in seconds since the run began."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that it spent in each state that it has left."""
     attempt: int = 0
     failures: int = 0
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
     groups: tuple[GroupId, ...] = ()
     staleness: tuple[int, ...] = ()
+    tokens: int = 0
+    """Response tokens of its groups."""
+    reward_mean: float = 0.0
+    setbacks: dict[str, int] = field(default_factory=dict)
+    """Once it is finished: how often groups were set back (`Training.setbacks`) since the step before it finished."""
     done: tuple[int, ...] = ()
     """Scoring tasks done in this attempt, by their place in `Limits.scoring_tasks`."""
     acts: int = 0
@@ -69,6 +81,13 @@ class Step:
     short: bool = False
     """The deadline policy lets this step take fewer groups than a full batch."""
 
-    def take(self, groups: tuple[GroupId, ...], staleness: tuple[int, ...]) -> None:
+    def take(self, groups: Sequence[Group], staleness: tuple[int, ...]) -> None:
         """Form the batch."""
-        self.groups, self.staleness = groups, staleness
+        self.groups, self.staleness = tuple([group.id for group in groups]), staleness
+        self.tokens = sum([group.stored.tokens for group in groups])
+        self.reward_mean = fsum([group.outcome.reward_mean for group in groups]) / len(groups)
+
+    def leave(self, at: float) -> None:
+        """It is about to enter another state."""
+        self.seconds[self.state] = self.seconds.get(self.state, 0.0) + at - self.entered_at
+        self.entered_at = at

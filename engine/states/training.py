@@ -20,6 +20,8 @@ class Training:
     """Steps whose batch is formed and that are not finished, and the next step, which comes last."""
     step_reward: float | None = None
     """Mean reward of the groups of the last step trained."""
+    setbacks: dict[str, int]
+    """How often groups had been aborted, resumed, filtered and failed when the last step finished."""
     versions: dict[Version, WeightsVersion]
     steps_in: dict[Version, StepId]
     """Train steps in each version that an open group, a replica or a validation may still refer to, the newest last."""
@@ -30,13 +32,19 @@ class Training:
     publish_failures: int = 0
 
     def __init__(self) -> None:
-        self.steps, self.versions, self.steps_in, self.updates_in = {}, {}, {}, {0: 0}
+        self.steps, self.setbacks, self.versions, self.steps_in, self.updates_in = {}, {}, {}, {}, {0: 0}
         self.next_step(0)
         self.publish(0)
 
     def next_step(self, id: StepId) -> None:
         """Add the next step."""
         self.steps[id] = Step(id)
+
+    def finish(self, step: Step, setbacks: dict[str, int]) -> None:
+        """A step is trained and, if it publishes, published. `setbacks`: of groups so far."""
+        step.setbacks = {state: count - self.setbacks.get(state, 0) for state, count in setbacks.items()}
+        self.setbacks = setbacks
+        del self.steps[step.id]
 
     def publish(self, version: Version) -> None:
         """Add the newest version. It holds the steps trained so far."""

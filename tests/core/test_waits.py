@@ -8,7 +8,7 @@ from steady_world import FOREVER, SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.metrics.status import read_status
-from engine.metrics.waits import Wait, agent_wait, reward_wait, waits
+from engine.metrics.waits import agent_wait, reward_wait, waits
 from engine.record.codec import pack, unpack
 from engine.record.snapshots import restore, snapshot
 from engine.runtime.control_requests import Silence
@@ -22,11 +22,11 @@ from tests.core.test_validation import Measured
 
 
 def sentences(world: SteadyWorld) -> list[str]:
-    return [wait.sentence(world.time) for wait in waits(world.scheduler.state, world.metrics.since)]
+    return [wait.sentence(world.time) for wait in waits(world.scheduler.state)]
 
 
 def whose(world: SteadyWorld) -> list[str]:
-    return [wait.by for wait in waits(world.scheduler.state, world.metrics.since)]
+    return [wait.by for wait in waits(world.scheduler.state)]
 
 
 def test_groups_are_listed_by_replica_with_their_oldest() -> None:
@@ -46,7 +46,7 @@ def test_groups_are_listed_by_replica_with_their_oldest() -> None:
 def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
     world = steady_world(train_s=FOREVER)
     world.until(lambda state: state.groups.ledger.ready == 2)  # those of step 1, generated beside
-    began = world.metrics.since[0]
+    began = world.scheduler.state.training.steps[0].entered_at
     world.run_for(began + 40.0 - world.time)
     assert (
         sentences(world)[0]
@@ -223,11 +223,6 @@ def test_groups_that_wait_for_an_added_state_are_counted() -> None:
     queue = "2 groups wait for a place, 1 at once; raise the concurrency of the state"
     assert (wait.doing, wait.detail) == ("working on group 0", queue)
     assert reward_wait(run.state) == "3 groups wait for state rewarding"
-
-
-def test_a_time_that_is_not_known_is_left_out() -> None:
-    wait = Wait(doing="drawing 4 prompts", by="the data source", since=None, ends="PromptsDrawn or DrawFailed")
-    assert wait.sentence(12.0) == "the data source is drawing 4 prompts (until PromptsDrawn or DrawFailed)"
 
 
 def test_a_stuck_run_says_who_waits_for_what() -> None:

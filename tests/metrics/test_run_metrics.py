@@ -13,15 +13,14 @@ from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 from engine import events as fact
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import TOGETHER, Histogram, entered, group_counts
+from engine.metrics.counts import TOGETHER, Histogram, entered
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
-from engine.metrics.journal import Journal, ReplayedRows, StepRows, validation_rows
+from engine.metrics.journal import Journal, StepRows, validation_rows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.status import read_status
 from engine.record import Header, MemoryRecorder, read, recover
-from engine.record.frames import Tick
-from engine.scheduling.scheduler import Scheduler
+from engine.record.snapshots import restore, snapshot
 from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
 from engine.states.limits import AddedState, Limits, Pool, ValidationLimits
@@ -440,20 +439,16 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     assert read_status(world.metrics).validations and not read_status(metrics).validations, "they were shown already"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> None:
-    scheduler = Scheduler(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1))
-    moves = scheduler.state.moves
-    moves["group", "generating", "aborted"] = 7  # what a snapshot says
-    replayed = ReplayedRows()
-    replayed.watch(Tick(0, (fact.RunStarted(),), ()), scheduler.state)
-    metrics = RunMetrics(scheduler, rows=replayed.rows if kept else None)
-    moves["group", "generating", "aborted"] = 8
-    for state in ("scoring", "finished"):
-        metrics.steps.changed(0, state, 1.0)
-    metrics.steps.finished(0, 1, 1.0, group_counts(scheduler.state))
-    metrics.steps.flush()
-    assert metrics.steps.recent[-1]["groups_aborted"] == 1
+def test_a_step_counts_the_setbacks_since_the_step_before_it_also_after_a_restore() -> None:
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
+    world.scheduler.state.moves["group", "generating", "aborted"] = 7
+    restored = restore(snapshot(world.scheduler)).state
+    for aborted, since in ((8, 8), (8, 0), (10, 2)):
+        restored.moves["group", "generating", "aborted"] = aborted
+        step = next(iter(restored.training.steps.values()))
+        restored.training.next_step(step.id + 2)
+        restored.training.finish(step, restored.count_setbacks())
+        assert step.setbacks == {"aborted": since, "resumed": 0, "filtered": 0, "failed": 0}
 
 
 # -- added states ------------------------------------------------------------------------------------------------------
@@ -495,19 +490,10 @@ def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None
     assert samples["engine_max_concurrent_groups"] == 8
 
 
-def test_rows_of_a_record_that_was_replayed_are_no_news() -> None:
-    rows = StepRows(lambda row: None)
-    rows.changed(0, "scoring", 1.0)
-    rows.finished(0, 1, 2.0, {})
-    rows.flush()
-    assert rows.recent and not rows.written_to(lambda row: None, []).recent
-
-
 def finish(rows: StepRows, steps: range) -> tuple[list[int], list[int]]:
     """The numbers of the steps in the first and in the newest rows."""
     for step in steps:
-        rows.changed(step, "scoring", 1.0)
-        rows.finished(step, 1, 2.0, {})
+        rows.finished({"step": step})
     rows.flush()
     return [row["step"] for row in rows.first], [row["step"] for row in rows.recent]
 
@@ -515,5 +501,5 @@ def finish(rows: StepRows, steps: range) -> tuple[list[int], list[int]]:
 def test_the_rows_of_the_first_steps_stay_beside_the_newest() -> None:
     assert finish(StepRows(lambda row: None), range(60)) == ([*range(8)], [*range(28, 60)])
     assert finish(StepRows(lambda row: None), range(3)) == ([0, 1, 2], [0, 1, 2])
-    resumed = StepRows(lambda row: None).written_to(lambda row: None, [{"step": step} for step in range(4)])
+    resumed = StepRows(lambda row: None, [{"step": step} for step in range(4)])
     assert finish(resumed, range(4, 44)) == ([*range(8)], [*range(12, 44)]), "resumed after four steps"

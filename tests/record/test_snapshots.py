@@ -188,11 +188,10 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
     places = list(record.snapshots())
     assert len(places) > 2 and places == sorted(places, key=lambda place: -place.position)
     assert replay(record).identical
-    seen: list[int] = []
-    recovered = recover(record, replayed=lambda tick, _: seen.extend(event.id for event in tick.events))
+    recovered = recover(record)
     plain = recover(read(without_snapshots(recorder)))
     assert recovered.began_at == places[0] and plain.began_at is None
-    assert seen == list(range(places[0].position, recorder.next_event)), "nothing before the snapshot is read"
+    assert recovered.report.events == recorder.next_event - places[0].position, "nothing before the snapshot is read"
     assert recovered.report.events <= EVERY < recovered.events == plain.events == recorder.next_event
     assert recovered.at == plain.at
     require_same_state(recovered.scheduler, plain.scheduler)
