@@ -5,7 +5,7 @@ Created by `ray_processes.RayProcesses`. The event loop handles messages; the wo
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,7 @@ from engine.rollout.backend import SampleResult
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.process_port import source_of
-from engine.runtime.trajectory_service import MAX_ITEMS
-from engine.runtime.wire import InOrder, Message, pack_events, unpack_orders
+from engine.runtime.wire import GatheredCalls, InOrder, Message, pack_events, unpack_orders
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.storage.weights import Trained
@@ -82,31 +81,28 @@ class Outbox:
         self._report = report
         self._lost = lost
         self._sequence = 0
-        self._events: list[Event] = []
+        self._calls: GatheredCalls[Event] = GatheredCalls(self._send)
         self._figures: Figures = []
-        self._task: asyncio.Task[None] | None = None
+        self._failed = False
 
     def add(self, event: Event) -> None:
-        self._events.append(event)
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._drain())
+        self._calls.add(event)
 
     def add_figures(self, step: StepId, figures: Mapping[str, Any]) -> None:
         """Send the trainer's metrics with the next event, before it."""
         self._figures.append((step, figures))
 
-    async def _drain(self) -> None:
+    async def _send(self, events: Sequence[Event]) -> None:
+        if self._failed:
+            return
+        figures, self._figures = self._figures, []
+        self._sequence += 1
         try:
-            while self._events:
-                events, self._events = self._events[:MAX_ITEMS], self._events[MAX_ITEMS:]
-                figures, self._figures = self._figures, []
-                self._sequence += 1
-                await self._report(self._sequence, pack_events(events), figures)
+            await self._report(self._sequence, pack_events(events), figures)
         except Exception as error:
+            self._failed = True
             log.exception("events cannot be sent to the scheduler")
             self._lost(f"events cannot be sent to the scheduler: {failure_reason(error)}")
-            return  # `_task` stays set, so nothing more is sent
-        self._task = None
 
 
 Answer = Coroutine[Any, Any, list[Message]]

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from engine.errors import reason_of
 from engine.ids import GroupId, StepId
+from engine.runtime.wire import GatheredCalls
 from engine.states.process import TRAJECTORY_STORE
 from engine.storage.durable_trajectories import DurableStore, StorePolicy
 from engine.storage.group_codec import MAX_GROUP_BYTES, pack_group, pack_growth, unpack_group
@@ -31,42 +32,34 @@ LARGEST_TOKEN_BYTES = 32
 """Upper bound of the bytes of a stored token, with its share of texts and spans."""
 SMALL_BYTES = 1 << 16
 """Up to this total size, unpacking groups takes less time than starting a thread."""
-MAX_ITEMS = 4096
-"""Maximum number of items of one call."""
 
 
 class Batcher(Generic[Item]):
-    """Sends items in order, one call at a time. `put` returns once the call with its item has been answered."""
+    """Sends concurrent items in one call. `put` returns once the call with its item has been answered."""
 
     def __init__(self, send: Callable[[Sequence[Item]], Awaitable[object]]) -> None:
         self._send = send
-        self._waiting: list[tuple[Item, asyncio.Future[None]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._calls: GatheredCalls[tuple[Item, asyncio.Future[None]]] = GatheredCalls(self._send_batch)
 
     async def put(self, item: Item) -> None:
         """Send an item. Raises the exception of the call."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, done))
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._drain())
+        self._calls.add((item, done))
         await done
 
-    async def _drain(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[:MAX_ITEMS], self._waiting[MAX_ITEMS:]
-            error: Exception | None = None
-            try:
-                await self._send([item for item, _ in batch])
-            except Exception as raised:
-                error = raised
-            for _, done in batch:
-                if done.done():
-                    continue
-                if error is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(error)
-        self._task = None
+    async def _send_batch(self, batch: Sequence[tuple[Item, "asyncio.Future[None]"]]) -> None:
+        error: Exception | None = None
+        try:
+            await self._send([item for item, _ in batch])
+        except Exception as raised:
+            error = raised
+        for _, done in batch:
+            if done.done():
+                continue
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
 
 
 class TrajectoryService:

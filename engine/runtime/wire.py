@@ -1,12 +1,13 @@
-"""The format of messages between the actors: batches of events and orders as bytes, and calls in their order.
+"""The format of messages between the actors: batches of events and orders as bytes; calls gathered and in their order.
 
 Events and commands use the record's strict format, so the sender fails if something cannot be recorded. The lists
 around them are pickled, as Ray does with every call: they pass only between processes of one run and are never read
 from disk. Trajectories are not pickled: `storage.group_codec`.
 """
 
+import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from engine.events import Event
@@ -49,6 +50,42 @@ def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
 
 Message = tuple[int, int, bytes]
 """(epoch, number, orders): one message to a process."""
+
+
+MAX_ITEMS = 4096
+"""Maximum number of items of one call."""
+GATHER_S = 0.002
+"""Seconds that an item waits for others to be sent in the same call. A call through Ray takes a millisecond of
+processor time, however many items it has."""
+
+
+class GatheredCalls(Generic[Item]):
+    """Gathers items and sends them in order, one call at a time. `send(items)` must not raise."""
+
+    def __init__(self, send: Callable[[list[Item]], Awaitable[None]]) -> None:
+        self._send = send
+        self._items: list[Item] = []
+        self._begun = False
+        """Whether a call is open, or the timer before it is set."""
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, item: Item) -> None:
+        self._items.append(item)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._items and not self._begun:
+            self._begun = True
+            asyncio.get_running_loop().call_later(GATHER_S, self._call_soon)
+
+    def _call_soon(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._call())
+
+    async def _call(self) -> None:
+        items, self._items = self._items[:MAX_ITEMS], self._items[MAX_ITEMS:]
+        await self._send(items)
+        self._begun = False
+        self._begin()
 
 
 class InOrder(Generic[Item]):

@@ -8,7 +8,8 @@ import pytest
 
 from engine.actors.worker_actor import Inbox, Outbox
 from engine.events import Event, GroupGenerated, StepTrained
-from engine.runtime.wire import Message
+from engine.runtime.wire import GATHER_S, Message, unpack_events
+from engine.workers.clock import VirtualLoop
 
 
 def generated(reward_mean: float) -> Event:
@@ -44,10 +45,32 @@ def test_an_event_that_cannot_leave_is_reported_at_once_and_none_follows(
         reason = await asyncio.wait_for(lost, 60)
         assert reason.startswith("events cannot be sent to the scheduler: ") and words in reason
         outbox.add(StepTrained(step=1, attempt=1))
-        await asyncio.sleep(0)
+        await asyncio.sleep(2 * GATHER_S)
         assert sent == []
 
-    asyncio.run(scene())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene())
+
+
+def test_events_close_together_leave_in_one_report_and_later_ones_in_the_next() -> None:
+    sent: list[tuple[int, list[Event]]] = []
+
+    async def report(sequence: int, events: bytes, figures: list[Any]) -> None:
+        sent.append((sequence, unpack_events(events)))
+
+    async def scene() -> None:
+        outbox = Outbox(report, pytest.fail)
+        steps = [StepTrained(step=step, attempt=1) for step in range(3)]
+        outbox.add(steps[0])
+        await asyncio.sleep(GATHER_S / 2)
+        outbox.add(steps[1])
+        await asyncio.sleep(GATHER_S)
+        outbox.add(steps[2])
+        await asyncio.sleep(2 * GATHER_S)
+        assert sent == [(1, steps[:2]), (2, steps[2:])]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene())
 
 
 def test_a_batch_is_handled_once_and_the_first_of_a_process_always() -> None:

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import pytest
 
 from engine.runtime.trajectory_service import SMALL_BYTES, PackedTrajectories, Waits, unpacked
+from engine.runtime.wire import GATHER_S
 from engine.states.process import TRAJECTORY_STORE
 from engine.storage.group_codec import pack_group
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.workers.clock import VirtualLoop
 
 
 def group_of(tokens: int) -> TrajectoryGroup:
@@ -25,8 +27,11 @@ class HeldStore:
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[None]] = []
+        self.sizes: list[int] = []
+        """Groups of each call."""
 
     async def put(self, groups: list[Any]) -> None:
+        self.sizes.append(len(groups))
         self.answers.append(asyncio.get_running_loop().create_future())
         await self.answers[-1]
 
@@ -36,19 +41,20 @@ def test_a_process_waits_for_the_store_until_all_its_puts_are_answered() -> None
         store, waits = HeldStore(), Waits()
         client = PackedTrajectories(store, waits.on)
         puts = [asyncio.ensure_future(client.put(group_of(2), attempt=1)) for _ in range(2)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(2 * GATHER_S)
         assert waits.oldest == TRAJECTORY_STORE
         later = asyncio.ensure_future(client.put(group_of(2), attempt=2))
         store.answers[0].set_result(None)
         await asyncio.gather(*puts)
-        assert waits.oldest == TRAJECTORY_STORE and len(store.answers) == 2
+        await asyncio.sleep(2 * GATHER_S)
+        assert waits.oldest == TRAJECTORY_STORE and store.sizes == [2, 1]
         store.answers[1].set_exception(OSError("no room"))
         with pytest.raises(OSError, match="no room"):
             await later
         assert waits.oldest == ""
 
-    asyncio.run(scene())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene())
 
 
 class NotedBytes(bytes):
