@@ -759,6 +759,7 @@ def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
         ({"gpus": 1.5}, "rollout.gpus", "use 1"),
         ({"backend": "vllm", "install_timeout_s": 0.0}, "rollout.install_timeout_s", "above 0"),
         ({"backend": "vllm", "bucket_mb": 0}, "rollout.bucket_mb", "at least 1"),
+        ({"backend": "torch", "check_weights": "always"}, "rollout.check_weights", "only the vllm backend checks"),
     ],
 )
 def test_what_vllm_cannot_be_given_is_refused(rollout: dict[str, Any], field: str, says: str) -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ import ray
 from engine.actors.failures import awaited
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
-from engine.rollout.sent_weights import Join, Offer, Turn, WeightsAnswer, WeightsCall
+from engine.rollout.sent_weights import Check, Join, Offer, Turn, WeightsAnswer, WeightsCall
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
 from engine.states.process import WEIGHTS_STORE
 from engine.training.shared_weights import (
@@ -83,6 +83,8 @@ class Senders:
                 before.close()
             self._conversations[reader] = Exchange(turn.group, wire)
             return await self._conversations[reader].join(turn.workers)
+        if isinstance(turn, Check):
+            return await asyncio.to_thread(_check_call, held(turn.version).named(), turn.wanted)
         conversation = self._conversations.get(reader)
         if conversation is None or conversation.group != turn.group:
             raise EngineError(f"replica {reader} is no longer in the process group of this transfer")
@@ -90,6 +92,13 @@ class Senders:
             return await conversation.answered(turn.wrong)
         kept = held(turn.version).named()
         return await conversation.send({name: kept[source] for name, source in turn.wanted})
+
+
+def _check_call(kept: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> WeightsCall:
+    from engine.rollout.vllm.weight_checks import checksums_of
+
+    checksums = checksums_of({name: kept[source] for name, source in wanted})
+    return WeightsCall(name="compare_with", argument=checksums)
 
 
 class Exchange:

@@ -156,6 +156,11 @@ class RolloutSection(Section):
         le=86_400,
         description="Maximum seconds to install weights in vLLM; then the old weights are restored.",
     )
+    check_weights: Literal["first", "always", "never"] = Field(
+        "first",
+        description="Installs after which each vLLM worker must prove that it holds the published weights: the first "
+        "one of a replica, always or never. A check installs the version again and reads all weights.",
+    )
 
     urls: list[str] = Field(
         default_factory=list, max_length=4096, description="OpenAI-compatible servers, each one a replica."
@@ -201,6 +206,9 @@ class RolloutSection(Section):
         if self.transport == "vllm" and self.backend != "vllm":
             law = f"only the vllm backend has this transport, and rollout.backend is {self.backend}"
             raise ConfigError("rollout.transport", self.transport, law, "use distributed")
+        if self.check_weights != "first" and self.backend != "vllm":
+            law = f"only the vllm backend checks installed weights, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.check_weights", self.check_weights, law, "remove it")
         if self.arguments and not self.custom:
             law = f"only a custom generator has arguments, and rollout.backend is {self.backend}"
             raise ConfigError(

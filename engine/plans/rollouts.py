@@ -221,6 +221,7 @@ def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutB
         engine_args=vllm_args(config, inputs),
         bucket_mb=r.bucket_mb,
         install_timeout_s=r.install_timeout_s,
+        check_weights=r.check_weights,
         weight_transfer=r.transport_backend if r.transport == "vllm" else None,
         structures=config.agent.on_gateway and config.agent.tool_choice == "constrain",
         notes_routes=config.trainer_settings.router_replay,

@@ -32,6 +32,16 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """After a send: have the engine compare what it got with the holder's checksums. Needs no group, and its call no
+    answer."""
+
+    version: Version
+    wanted: tuple[tuple[str, str], ...]
+    """As in `Send`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsAnswer:
     """The engine has carried out the last call; if it failed, `wrong` is the reason, else it is empty."""
 
@@ -39,7 +49,7 @@ class WeightsAnswer:
     wrong: str
 
 
-Turn = Join | Send | WeightsAnswer
+Turn = Join | Send | Check | WeightsAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +68,8 @@ class SentWeights(Protocol):
     def manifest(self) -> Manifest: ...
 
     async def exchange(self, turn: Turn) -> WeightsCall | None:
-        """Start a join or a send, or report the result of the last call. Returns the next call for the engine, or None
-        when the operation is complete. Raises: `EngineError` if it failed; the group is then closed."""
+        """Start a join or a send, ask for a check, or report the result of the last call. Returns the next call for the
+        engine, or None when the operation is complete. Raises: `EngineError` if it failed; the group is then closed."""
 
 
 # -- the offer to a receiver -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from engine.rollout.vllm.worker_extension import WeightsExtension
 
 
 class FaultyExtension(WeightsExtension):
-    """The file `fault` in the model's directory says what goes wrong in the next install."""
+    """Each line of the file `fault` in the model's directory says what goes wrong in one of the next installs."""
 
     rank: int
 
@@ -18,6 +18,8 @@ class FaultyExtension(WeightsExtension):
             raise RuntimeError("the device is gone")
         if fault == "skip":
             weights = ((one, tensor) for one, tensor in weights if one != name)
+        if fault == "alter":
+            weights = ((one, tensor + 1 if one == name else tensor) for one, tensor in weights)
         super()._reload(weights)
         if fault == "change":
             self.model_runner.get_model().get_parameter(name).data.add_(1)
@@ -27,6 +29,9 @@ class FaultyExtension(WeightsExtension):
         second = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.rank == 1
         if not second or not place.exists():
             return ""
-        fault = place.read_text()
-        place.unlink()
+        fault, *later = place.read_text().splitlines()
+        if later:
+            place.write_text("\n".join(later))
+        else:
+            place.unlink()
         return fault

@@ -1,6 +1,7 @@
 """Adapters in a running vLLM: what it samples is what peft computes with the version in force."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import vllm_engines
 from backends import WIDE, build, go_on, hold, run
 from reference_sync import digest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_vllm_weights import PROMPT, assert_samples, greedy
 from vllm_arguments import require_vllm
 
@@ -114,6 +115,29 @@ def test_each_version_is_the_trainers_adapter_and_frozen_requests_continue_with_
             assert after.spans == [Span(0, 40, version)]
         assert_samples(adapted(3), after)
         assert files_of(engine) == ["adapter_config.json", "adapter_model.safetensors"], "only the one in force"
+
+    run(scenario())
+
+
+def test_an_adapter_that_vllm_does_not_hold_as_published_fails_a_checked_install(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        old = engine.version
+        other = published(old + 1)
+        altered = next(iter(other))
+        other[altered] = other[altered] + 1
+        monkeypatch.setattr(engine._incoming, "checks", "always")
+        await engine.stage(old + 1, published(old + 1))
+        [file] = engine.staging.glob(f"{old + 1}-*/adapter_model.safetensors")
+        save_file(other, file)
+        await engine.pause("keep")
+        with pytest.raises(EngineError, match=f"1 tensor differs from the published weights: {re.escape(altered)}$"):
+            await engine.install(old + 1)
+        await engine.stage(old + 1, published(old + 1))
+        await engine.install(old + 1)
+        await engine.resume()
+        assert_samples(adapted(old + 1), await engine.sample(greedy("checked")))
 
     run(scenario())
 

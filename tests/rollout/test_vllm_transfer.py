@@ -66,7 +66,9 @@ def holder(model: Any, senders: Senders, **options: Any) -> Holder:
 
 @pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3-moe", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    backend = vllm_engines.start(build(request.param, **WIDE), kv="recompute", weight_transfer="gloo")
+    backend = vllm_engines.start(
+        build(request.param, **WIDE), kv="recompute", weight_transfer="gloo", check_weights="never"
+    )
     backend.family = request.param
     backend.senders = Senders()
     yield backend
@@ -156,6 +158,27 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
         go_on(engine)
         result = await kept
         assert [span.version for span in result.spans] == [*range(first + 1, first + 5)]
+
+    run(scenario())
+
+
+def test_a_checked_install_compares_what_was_sent_with_what_the_holder_has(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = engine.version, engine.version + 1
+
+    async def scenario() -> None:
+        monkeypatch.setattr(engine._incoming, "checks", "first")
+        with pytest.raises(
+            EngineError, match=r"could not be installed: RuntimeError: \d+ tensors differ from the publ"
+        ):
+            await install(engine, new, spoils="compare_with")
+        assert_samples(model_of(engine, old), await engine.sample(greedy("before")))
+        held = await install(engine, new)
+        assert held.calls[-7:] == [*UPDATE, *UPDATE, "compare_with"]
+        assert_samples(model_of(engine, new), await engine.sample(greedy("after")))
+        held = await install(engine, new + 1)
+        assert held.calls == UPDATE, "only the first install that succeeds is checked"
 
     run(scenario())
 

@@ -57,7 +57,7 @@ REASONS = {
     "damaged": "Error",
     "late": "exceeded its time limit",
     "absent": "no staged files in",
-    "unread": "could not be compared",
+    "unread": "could not be checked: no checksums",
 }
 
 
@@ -67,7 +67,7 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
 ) -> None:
     old, new = engine.version, engine.version + 1
 
-    async def unread(limit_s: float) -> str:
+    async def unread(version: int, limit_s: float) -> str:
         raise EngineError("no checksums")
 
     async def scenario() -> None:
@@ -81,8 +81,7 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
         elif how == "absent":  # as for a worker on another node
             directory.rename(directory.with_name("aside"))
         elif how == "unread":
-            engine._compared = False
-            monkeypatch.setattr(engine._incoming, "differences", unread)
+            monkeypatch.setattr(engine._incoming, "check", unread)
         else:
             engine.install_timeout_s = 1e-9
         kept = asyncio.create_task(engine.sample(greedy("kept")))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm_engines
 from backends import WIDE, build, run, run_over
 from test_vllm_weights import assert_samples, greedy
@@ -20,7 +21,7 @@ from engine.errors import EngineError
 from engine.rollout.vllm import engine_load, vllm_backend
 from engine.rollout.vllm.engine_args import all_engine_args
 from engine.rollout.vllm.engine_load import SessionEngines
-from engine.rollout.vllm.weight_checks import differing, not_loaded
+from engine.rollout.vllm.weight_checks import checksum, differing, not_loaded
 
 pytestmark = pytest.mark.timeout(600)
 require_vllm()
@@ -44,9 +45,9 @@ def faulty_arguments(*given: Any) -> dict[str, Any]:
     return all_engine_args(*given) | {"worker_extension_cls": "faulty_worker.FaultyExtension"}
 
 
-def set_fault(engine: Any, what: str) -> None:
-    """Of the next install: see `faulty_worker.FaultyExtension`."""
-    (Path(engine._engine.model_config.model) / "fault").write_text(what)
+def set_faults(engine: Any, *faults: str) -> None:
+    """Of the next installs: see `faulty_worker.FaultyExtension`. A checked version is installed twice."""
+    (Path(engine._engine.model_config.model) / "fault").write_text("\n".join(faults))
 
 
 def model_of(version: int) -> Any:
@@ -136,7 +137,7 @@ FAULTS = {
 def test_an_install_that_fails_in_the_second_worker_leaves_the_old_weights(engine: Any, what: str) -> None:
     async def scenario() -> None:
         old, new = engine.version, engine.version + 1
-        set_fault(engine, what)
+        set_faults(engine, what)
         with pytest.raises(EngineError, match=f"version {new} could not be installed: {FAULTS[what]}$"):
             await install(engine, new, model_of(new).state_dict())
         await assert_sampled(engine, old)
@@ -144,16 +145,28 @@ def test_an_install_that_fails_in_the_second_worker_leaves_the_old_weights(engin
     run(scenario())
 
 
-def test_the_first_install_fails_if_engines_have_different_weights(engine: Any) -> None:
+@pytest.mark.parametrize(
+    ("faults", "name"),
+    [
+        (["change model.norm.weight"], r"dp.:pp0:pcp0:tp.:model\.norm\.weight"),
+        (["none", "alter model.layers.0.self_attn.q_proj.weight"], r"model\.layers\.0\.self_attn\.q_proj\.weight"),
+    ],
+    ids=["in memory", "on its way"],
+)
+def test_a_checked_install_fails_if_the_second_worker_holds_other_weights(
+    engine: Any, faults: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
-        new = engine.version + 1
-        engine._compared = False
-        if engine.kind == "data":
-            set_fault(engine, "change model.norm.weight")
-            with pytest.raises(EngineError, match=r"1 parameter differs between its engines: .*:model\.norm\.weight$"):
-                await install(engine, new, model_of(new).state_dict())
+        old, new = engine.version, engine.version + 1
+        monkeypatch.setattr(engine._incoming, "checks", "always")
+        set_faults(engine, *faults)
+        with pytest.raises(
+            EngineError, match=f": worker 1: RuntimeError: 1 tensor differs from the published weights: {name}$"
+        ):
+            await install(engine, new, model_of(new).state_dict())
+        await assert_sampled(engine, old)
         await install(engine, new, model_of(new).state_dict())
-        assert engine._compared and await engine.differences() == ""
+        await assert_sampled(engine, new)
 
     run(scenario())
 
@@ -165,7 +178,7 @@ def test_a_server_learns_of_a_failure_in_its_second_worker(engine: Any) -> None:
         new = engine.version + 1
         await engine.stage(new, model_of(new).state_dict())
         await engine.pause("abort")
-        set_fault(engine, "fail")
+        set_faults(engine, "fail")
         given = (str(engine._area.directory(new)), engine._area.tensors.aliases, 60.0)
         asked = engine._engine.collective_rpc("install_staged_weights", args=given)
         if engine.kind == "data":
@@ -179,13 +192,11 @@ def test_a_server_learns_of_a_failure_in_its_second_worker(engine: Any) -> None:
     run(scenario())
 
 
-def test_equal_places_in_different_engines_are_compared() -> None:
-    first = {"dp0:pp0:pcp0:tp0:norm": "a", "dp0:pp0:pcp0:tp0:head": "b"}
-    second = {"dp0:pp0:pcp0:tp1:norm": "a", "dp0:pp0:pcp0:tp1:head": "c"}
-    copies = [{name.replace("dp0", "dp1"): checksum for name, checksum in one.items()} for one in (first, second)]
-    assert differing([first, second, *copies]) == []
-    copies[1]["dp1:pp0:pcp0:tp1:head"] = "d"
-    assert differing([first, second, *copies]) == ["pp0:pcp0:tp1:head"]
+def test_tensors_with_other_bytes_or_on_one_side_only_differ() -> None:
+    one = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    assert checksum(one) == checksum(one.t().contiguous().t())
+    assert len({checksum(other) for other in (one, one.t(), one.float(), -one)}) == 4
+    assert differing({"a": "1", "b": "2", "c": "3"}, {"b": "4", "c": "3", "d": "5"}) == ["a", "b", "d"]
 
 
 def test_parameters_without_new_weights_are_named_by_vllms_names() -> None:

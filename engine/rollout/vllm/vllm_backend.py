@@ -31,6 +31,7 @@ from engine.rollout.vllm.engine_args import all_engine_args, prepare_environment
 from engine.rollout.vllm.engine_load import CacheUse, SessionEngines
 from engine.rollout.vllm.engine_log import EngineLog
 from engine.rollout.vllm.staged_weights import StagingArea
+from engine.rollout.vllm.weight_checks import WeightChecks
 from engine.rollout.vllm.weight_receiver import Incoming, IncomingAdapter
 from engine.training.lora import Lora
 from engine.trajectory import Span
@@ -82,7 +83,8 @@ class VllmBackend(RemoteEngine):
 
     Published tensors that lie in shared memory are installed from there, unless a worker once could not do it; other
     weights are staged in files of at most `bucket_mb` MiB. An install may take `install_timeout_s`. After a
-    failed install, the version before it is loaded again; if that fails too, the backend has failed. With
+    failed install, the version before it is loaded again; if that fails too, the backend has failed. `check_weights`
+    says after which installs every worker must prove that it holds the published weights. With
     `weight_transfer` (`gloo` or `nccl`), `stage` also accepts `SentWeights`, which arrive during the install. With
     `lora`, each version consists of the tensors of an adapter.
 
@@ -114,6 +116,7 @@ class VllmBackend(RemoteEngine):
         engine_args: Mapping[str, Any] | None = None,
         bucket_mb: float = 128,
         install_timeout_s: float = 300.0,
+        check_weights: WeightChecks = "first",
         weight_transfer: str | None = None,
         lora: Lora | None = None,
         structures: bool = False,
@@ -139,7 +142,7 @@ class VllmBackend(RemoteEngine):
             self._area.close()
             raise
         incoming = Incoming if lora is None else IncomingAdapter
-        self._incoming = incoming(self._area, self._engine, self._control, CONTROL_S)
+        self._incoming = incoming(self._area, self._engine, self._control, CONTROL_S, check_weights)
         config = self._engine.model_config
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
@@ -151,8 +154,6 @@ class VllmBackend(RemoteEngine):
         self._runs: dict[str, RunningRequest] = {}
         self._opening: asyncio.Task[None] | None = None
         self._ending = threading.Lock()
-        self._compared = False
-        """Whether its engines were found to have the same weights after an install."""
 
     @property
     def context(self) -> int:
@@ -292,12 +293,11 @@ class VllmBackend(RemoteEngine):
         await self._open()
         self._check_install(version, staged=self._incoming.holds(version))
         wrong = await self._incoming.swap(version, self.install_timeout_s)
-        if not wrong and not self._compared:
+        if not wrong:
             try:
-                wrong = await self.differences()
+                wrong = await self._incoming.check(version, self.install_timeout_s)
             except EngineError as error:
-                wrong = f"the weights of its engines could not be compared: {error}"
-            self._compared = not wrong
+                wrong = f"the weights of its workers could not be checked: {error}"
         if wrong:
             undone = await self._incoming.swap(self._version, self.install_timeout_s + CONTROL_S)
             if undone:
@@ -318,12 +318,6 @@ class VllmBackend(RemoteEngine):
         processor = self._engine.output_processor
         states = map(processor.request_states.get, processor.external_req_ids.get(run.request.id, ()))
         return max([run.sampled, *(state.detokenizer.num_output_tokens() for state in states if state is not None)])
-
-    async def differences(self) -> str:
-        """Which parameters differ between data-parallel engines; an empty text if none do. Called after the first
-        install; each call reads all weights. Raises: `EngineError`."""
-        await self._open()
-        return await self._incoming.differences(self.install_timeout_s)
 
     async def resume(self) -> None:
         """See `protocols.Generator`. Raises: `EngineError` if weights that were dropped cannot be loaded again."""

@@ -16,10 +16,10 @@ import torch
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.model_tensors import ModelTensors
-from engine.rollout.sent_weights import Join, Send, SentWeights, Turn, WeightsAnswer, WeightsCall
+from engine.rollout.sent_weights import Check, Join, Send, SentWeights, WeightsAnswer, WeightsCall
 from engine.rollout.vllm.mapped_weights import UNUSABLE
 from engine.rollout.vllm.staged_weights import StagingArea
-from engine.rollout.vllm.weight_checks import differing
+from engine.rollout.vllm.weight_checks import WeightChecks, checksums_of
 from engine.training.shared_weights import Manifest
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,16 @@ class Incoming:
     replaces_model = True
     """Whether a version is the whole model."""
 
-    def __init__(self, area: StagingArea, engine: Any, control: Control, grace_s: float) -> None:
+    def __init__(self, area: StagingArea, engine: Any, control: Control, grace_s: float, checks: WeightChecks) -> None:
         """`grace_s`: seconds beyond its limit that vLLM gets to answer an install before it counts as stuck."""
         self._area = area
         self._engine = engine
         self._control = control
         self._grace_s = grace_s
+        self.checks = checks
+        self._was_checked = False
+        self._published: dict[Version, dict[str, str]] = {}
+        """Checksums of staged tensors, where the install will be checked."""
         self._sent: dict[Version, tuple[SentWeights, tuple[tuple[str, str], ...]]] = {}
         self._group: str | None = None
 
@@ -65,6 +69,8 @@ class Incoming:
         else:
             await asyncio.to_thread(self._area.write, version, weights)
             self._sent.pop(version, None)
+            if self._check_is_due:
+                self._published[version] = await asyncio.to_thread(self._checksums, version, weights)
 
     def holds(self, version: Version) -> bool:
         return version in self._sent or self._area.directory(version) is not None
@@ -72,6 +78,7 @@ class Incoming:
     def keep_only(self, *versions: Version) -> None:
         self._area.keep_only(*versions)
         self._sent = {version: sent for version, sent in self._sent.items() if version in versions}
+        self._published = {version: one for version, one in self._published.items() if version in versions}
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a version. Returns an empty text, or why it failed. A version that is not staged is the one that the
@@ -95,17 +102,46 @@ class Incoming:
             return "; ".join([*wrong, str(error)])
         return "; ".join(await self._load(version, max(0.0, until - time.monotonic())))
 
-    async def differences(self, limit_s: float) -> str:
-        """Compare the weights of data-parallel engines. Returns an empty text, or which parameters differ.
+    async def check(self, version: Version, limit_s: float) -> str:
+        """If it is due, prove that every worker of every engine holds its part of the version that was just installed.
+        Returns an empty text, or what is wrong.
 
-        The workers of one engine have different parts of most tensors, and experts are spread over the workers of all
-        engines: these are not compared. Raises: `EngineError` if vLLM does not answer."""
-        config = self._engine.vllm_config
-        if config.parallel_config.data_parallel_size == 1 or config.model_config.is_moe:
+        vLLM fuses, divides and packs tensors, so a worker's parameters have no published checksums. Therefore the
+        version is installed again: each tensor that a worker loads must have the checksum of the published one, and its
+        parameters must be the same afterwards. Raises: `EngineError` if vLLM does not answer."""
+        if not self._check_is_due or not (version in self._sent or version in self._published):
             return ""
-        found = differing(await self._control(self._engine.compute_weight_checksums(), limit_s + self._grace_s))
-        many = f"{len(found)} parameters differ" if len(found) > 1 else "1 parameter differs"
-        return f"{many} between its engines: {', '.join(found[:5])}" if found else ""
+        wrong = await self._attempt("begin_check", limit_s=limit_s)
+        if not wrong:
+            again = await self.swap(version, limit_s)
+            wrong = [again] if again else await self._compare(version, limit_s)
+        if wrong:
+            await self._attempt("end_check", limit_s=limit_s)
+        self._was_checked = not wrong
+        return "; ".join(wrong)
+
+    @property
+    def _check_is_due(self) -> bool:
+        return self.checks == "always" or (self.checks == "first" and not self._was_checked)
+
+    def _checksums(self, version: Version, weights: Any) -> dict[str, str]:
+        """Of the tensors of a version, under all names in the model."""
+        model = self._area.tensors
+        checksums = checksums_of(model.checked(version, weights))
+        return checksums | {alias: checksums[name] for alias, name in model.aliases.items()}
+
+    async def _compare(self, version: Version, limit_s: float) -> list[str]:
+        """Have the workers compare what they loaded with what was published. Returns what differs."""
+        if version not in self._sent:
+            return await self._attempt("compare_with", self._published[version], limit_s=limit_s)
+        weights, wanted = self._sent[version]
+        try:
+            async with asyncio.timeout(limit_s):
+                call = await weights.exchange(Check(version=version, wanted=wanted))
+        except TimeoutError:
+            return [f"the weights store did not give its checksums within {limit_s:g} s"]
+        assert call is not None
+        return await self._attempt(call.name, call.argument, limit_s=limit_s)
 
     async def _load(self, version: Version, limit_s: float) -> list[str]:
         """Have the workers load a version. Returns why they failed, if any did."""
@@ -155,7 +191,7 @@ class Incoming:
             failed = [str(error)]
         return f"{wrong}; the engine could not leave its group: {'; '.join(failed)}" if failed else wrong
 
-    async def _converse(self, weights: SentWeights, turn: Turn, limit_s: float) -> None:
+    async def _converse(self, weights: SentWeights, turn: Join | Send, limit_s: float) -> None:
         """Carry out the calls of the store's side until it is done. Raises: `EngineError`."""
         until = time.monotonic() + limit_s
         group = turn.group
@@ -195,10 +231,6 @@ class IncomingAdapter(Incoming):
 
         directory = self._area.directory(version)
         return LoRARequest(lora_name="policy", lora_int_id=ADAPTER, lora_path=str(directory))
-
-    async def differences(self, limit_s: float) -> str:
-        """An empty text: vLLM's checksums are of the model's own weights."""
-        return ""
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a staged version. Returns nothing, or why it failed; then vLLM may hold parts of both."""

@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from engine.errors import counted
 from engine.rollout.vllm.gloo_transfer import register
 from engine.rollout.vllm.mapped_weights import UNUSABLE, MappedTensors
-from engine.rollout.vllm.weight_checks import not_loaded
+from engine.rollout.vllm.weight_checks import checksum, checksums_of, differing, not_loaded
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
@@ -43,6 +43,10 @@ class WeightsExtension:
     vllm_config: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
+    _held: Mapping[str, str] | None = None
+    """During a check: checksums of what this worker held at its start."""
+    _given: dict[str, str]
+    """During a check: checksums of the tensors that were given to this worker to load."""
 
     def attempt(self, method: str, *arguments: Any) -> str:
         """Call a method of this worker. Returns an empty text, or why it failed. An exception must not leave a worker:
@@ -96,6 +100,53 @@ class WeightsExtension:
         request = LoRARequest(lora_name="policy", lora_int_id=number, lora_path=directory, load_inplace=True)
         if not self.add_lora(request):  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not load the adapter")
+        if self._held is not None:  # vLLM reads the file itself
+            self._given = checksums_of(dict(staged_tensors(Path(directory))))
+
+    def begin_check(self) -> None:
+        """Note checksums of what this worker holds, and from now on of each tensor that it is given to load. The same
+        version is then installed again, and `compare_with` says whether it made a difference."""
+        self.end_check()
+        self._held, self._given = self._held_checksums(), {}
+        model = self.model_runner.get_model()
+        load = model.load_weights
+
+        def load_noted(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            return load(noted(weights, self._given))
+
+        model.load_weights = load_noted
+
+    def end_check(self) -> None:
+        """Forget the checksums. Does nothing if no check has begun."""
+        if self._held is not None:
+            self._held = None
+            del self.model_runner.get_model().load_weights
+
+    def compare_with(self, published: Mapping[str, str]) -> None:
+        """End a check. `published`: checksums of the published tensors, by the names in the model's files. Raises:
+        `RuntimeError` that names the tensors that this worker was given otherwise, or its own parameters, by vLLM's
+        names, that differed from the published ones."""
+        held, given = self._held, self._given
+        assert held is not None
+        self.end_check()
+        found = differing(published, given) or differing(held, self._held_checksums())
+        if found:
+            many = "1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ"
+            raise RuntimeError(f"{many} from the published weights: {', '.join(found[:5])}")
+
+    def _held_checksums(self) -> Mapping[str, str]:
+        """Of this worker's part of what versions consist of: the model, or the adapter."""
+        if self.vllm_config.lora_config is None:
+            own: dict[str, str] = self.compute_weight_checksums()  # type: ignore[attr-defined]
+            return own
+        return checksums_of(
+            {
+                f"{name}.{part}.{index}": tensor
+                for name, layer in self.model_runner.get_model().named_modules()
+                for part in ("lora_a_stacked", "lora_b_stacked")
+                for index, tensor in enumerate(getattr(layer, part, ()))
+            }
+        )
 
     def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The model runner's `reload_weights`, which only warns of parameters that were not loaded. Raises:
@@ -177,6 +228,13 @@ def with_aliases(
     for alias, name in aliases.items():
         if alias not in seen and name in kept:
             yield alias, kept[name].clone()
+
+
+def noted(source: Iterable[tuple[str, torch.Tensor]], checksums: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors, and notes the checksum of each."""
+    for name, tensor in source:
+        checksums[name] = checksum(tensor)
+        yield name, tensor
 
 
 def in_time(source: Iterator[tuple[str, torch.Tensor]], until: float) -> Iterator[tuple[str, torch.Tensor]]:
