@@ -17,6 +17,10 @@ LIKE = 0.75
 """A piece shorter than this share of the longest in its bucket begins a new bucket."""
 SHORT = 64
 """Pieces of at most this many tokens share a bucket, whatever their lengths: a call costs more than their padding."""
+LEAST_WIDTH = 256
+"""On a GPU, calls of attention have at least this many columns."""
+CALL_KEYS = 4096
+"""On a GPU, each call of attention has this many keys, padding included, or one piece if that has more."""
 MASK_NUMBERS = 1 << 24
 """Maximum numbers in an attention mask; more queries are computed in parts."""
 
@@ -45,37 +49,41 @@ class Bucket:
     start: int
     """Its first token's place in the row."""
     lengths: tuple[int, ...]
+    pieces: int
+    """Rows of its call: one for each length, and maybe empty ones."""
+    width: int
+    """Columns of its call: of the longest piece at least."""
     prefix: Prefix | None = None
+    gap: int = 0
+    """Empty columns before the prefix, to which nothing attends."""
     places: Tensor | None = None
-    """Places of its tokens in [pieces * longest]; None if all pieces have one length. [tokens] int64"""
+    """Places of its tokens in [pieces * width]; None if they fill it. [tokens] int64"""
     _parts: dict[tuple[int | None, torch.device], list[AttentionPart]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
     def padded(self, values: Tensor) -> Tensor:
-        """From [tokens of the row, ...] its own, as [pieces, longest, ...], zeros where a piece is shorter."""
-        own, shape = values[self.start : self.start + self.tokens], (len(self.lengths), self.longest)
+        """From [tokens of the row, ...] its own, as [pieces, width, ...], zeros where a piece is shorter."""
+        own, shape = values[self.start : self.start + self.tokens], (self.pieces, self.width)
         if self.places is None:
             return own.unflatten(0, shape)
         empty = own.new_zeros(shape[0] * shape[1], *own.shape[1:])
         return empty.index_copy(0, self.places, own).unflatten(0, shape)
 
     def with_prefix(self, values: Tensor) -> Tensor:
-        """As `padded`, with the prefix before each piece: [pieces, prefix + longest, ...]"""
+        """As `padded`, with the gap and the prefix before each piece: [pieces, gap + prefix + width, ...]"""
         own = self.padded(values)
         if self.prefix is None:
             return own
         before = values[self.prefix.start : self.prefix.start + self.prefix.length]
-        return torch.cat([before.expand(len(self.lengths), *before.shape), own], dim=1)
+        if self.gap:
+            before = torch.cat([before.new_zeros(self.gap, *before.shape[1:]), before])
+        return torch.cat([before.expand(self.pieces, *before.shape), own], dim=1)
 
     def unpadded(self, values: Tensor) -> Tensor:
-        """The inverse of `padded`: [pieces, longest, ...] to [tokens, ...]"""
+        """The inverse of `padded`: [pieces, width, ...] to [tokens, ...]"""
         flat = values.flatten(0, 1)
         return flat if self.places is None else flat.index_select(0, self.places)
 
@@ -87,21 +95,46 @@ class Bucket:
         return self._parts[key]
 
     def _new_parts(self, window: int | None, device: torch.device) -> Iterator[AttentionPart]:
-        before = 0 if self.prefix is None else self.prefix.length
-        keys = before + self.longest
+        before = 0 if self.prefix is None else self.gap + self.prefix.length
+        keys = before + self.width
         if not before and (window is None or keys <= window):
-            yield AttentionPart(slice(0, self.longest), slice(0, keys), None)
+            yield AttentionPart(slice(0, self.width), slice(0, keys), None)
             return
         step = max(1, MASK_NUMBERS // keys)
-        for first in range(0, self.longest, step):
-            stop = min(first + step, self.longest)
+        for first in range(0, self.width, step):
+            stop = min(first + step, self.width)
             oldest = 0 if window is None else max(0, before + first - window + 1)
             query = torch.arange(before + first, before + stop, device=device)[:, None]
             column = torch.arange(oldest, before + stop, device=device)[None]
             mask = column <= query
             if window is not None:
                 mask &= column > query - window
+            if self.gap:
+                mask &= column >= self.gap
             yield AttentionPart(slice(first, stop), slice(oldest, before + stop), mask)
+
+    def rounded(self) -> Iterator["Bucket"]:
+        """The same pieces in calls of few shapes: widths are 2^n or 3 * 2^n, keys behind a prefix are 2^n, and the
+        number of pieces follows from that of keys."""
+        start, lengths = self.start, self.lengths
+        while lengths:
+            above = _power_of_two(lengths[0])
+            less = above // 4 * 3
+            width = max(LEAST_WIDTH, above if less < lengths[0] else less)
+            needed = width + (0 if self.prefix is None else self.prefix.length)
+            keys = width if self.prefix is None else _power_of_two(needed)
+            pieces = max(1, CALL_KEYS // keys)
+            own, lengths = lengths[:pieces], lengths[pieces:]
+            yield Bucket(
+                start=start, lengths=own, pieces=pieces, width=width, prefix=self.prefix, gap=keys - needed,
+                places=_places(own, pieces, width),
+            )  # fmt: skip
+            start += sum(own)
+
+
+def _power_of_two(tokens: int) -> int:
+    """The lowest that is not less."""
+    return 1 << (tokens - 1).bit_length()
 
 
 class Sequences(NamedTuple):
@@ -149,10 +182,17 @@ class Layout:
             int(queries.max()), int(keys.max()),
         )  # fmt: skip
 
+    def rounded(self) -> "Layout":
+        """The same row, whose calls of attention have few shapes."""
+        return Layout(buckets=tuple(part for bucket in self.buckets for part in bucket.rounded()))
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Layout":
+        """On a device. For a GPU it is rounded: there, padding costs less than what depends on shapes, such as plans of
+        kernels and blocks of memory that fit no later pass."""
+        row = self.rounded() if device.type == "cuda" else self
         moved = (
             one if one.places is None else replace(one, places=one.places.to(device, non_blocking=non_blocking))
-            for one in self.buckets
+            for one in row.buckets
         )
         return Layout(buckets=tuple(moved))
 
@@ -167,15 +207,16 @@ def buckets_of(lengths: Sequence[int], start: int, prefix: Prefix | None = None)
         while stop < len(lengths) and lengths[stop] >= least:
             stop += 1
         own = tuple(lengths[first:stop])
-        yield Bucket(start=start, lengths=own, prefix=prefix, places=_places(own))
+        places = _places(own, len(own), own[0])
+        yield Bucket(start=start, lengths=own, pieces=len(own), width=own[0], prefix=prefix, places=places)
         start, first = start + sum(own), stop
 
 
-def _places(lengths: Sequence[int]) -> Tensor | None:
-    longest = lengths[0]
-    if lengths[-1] == longest:
+def _places(lengths: Sequence[int], pieces: int, width: int) -> Tensor | None:
+    """See `Bucket.places`."""
+    if sum(lengths) == pieces * width:
         return None
-    return torch.cat([torch.arange(length) + index * longest for index, length in enumerate(lengths)])
+    return torch.cat([torch.arange(length) + index * width for index, length in enumerate(lengths)])
 
 
 # -- what is shared ----------------------------------------------------------------------------------------------------

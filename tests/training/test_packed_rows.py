@@ -3,6 +3,7 @@ and gradients equal those of padded rows within 1e-6."""
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -224,7 +225,7 @@ def varlen_on_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("varlen_on_the_cpu")
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+@pytest.mark.parametrize("kernel", ["sdpa", "sdpa of few shapes", "varlen"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_attention_is_that_of_each_trajectory_alone(kernel: str, data: st.DataObject) -> None:
@@ -235,6 +236,8 @@ def test_attention_is_that_of_each_trajectory_alone(kernel: str, data: st.DataOb
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "SHORT", data.draw(st.integers(0, 9)))
         patch.setattr(layout, "MASK_NUMBERS", data.draw(st.integers(1, 100)))
+        patch.setattr(layout, "CALL_KEYS", data.draw(st.integers(1, 64)))
+        patch.setattr(layout, "LEAST_WIDTH", data.draw(st.integers(1, 4)))
         buckets, start, place = [*buckets_of(roots, 0)], 0, sum(roots)
         alone: list[list[int]] = []
         for length, own in zip(roots, children, strict=True):
@@ -251,6 +254,8 @@ def test_attention_is_that_of_each_trajectory_alone(kernel: str, data: st.DataOb
             torch.randn(1, heads, place, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
         )
         row = Layout(buckets=tuple(buckets))
+        if kernel == "sdpa of few shapes":
+            row = row.rounded()
         if kernel == "varlen":
             inputs = [one[0].transpose(0, 1) for one in (query, key, value)]
             packed = varlen_attention(*inputs, row, 0.5, window)[None]
@@ -308,6 +313,32 @@ def test_a_kernel_for_gpus_is_refused_where_there_is_none() -> None:
     policy = policy_of(model_of("llama"), packing="on")
     policy_of(policy.model, packing="on", attention="sdpa")
     assert why_not_varlen(torch.device("cuda"), torch.float32) == "computes in bfloat16 or float16, not in float32"
+
+
+def test_attention_on_a_gpu_has_few_shapes_and_little_padding() -> None:
+    """The figures of docs/TRAINING.md: 1 000 random batches of groups with a common prompt."""
+    shapes: dict[str, set[tuple[int, int, int]]] = {"exact": set(), "rounded": set()}
+    scores = {"exact": 0, "rounded": 0}
+    draws = random.Random(0)
+    for _ in range(1000):
+        prompts = [draws.randint(20, 1500) for _ in range(draws.randint(1, 4))]
+        most = draws.choice([100, 1000, 6000])
+        buckets, start, place = [*buckets_of(sorted(prompts, reverse=True), 0)], 0, sum(prompts)
+        for length in sorted(prompts, reverse=True):
+            own = sorted((draws.randint(1, most) for _ in range(draws.randint(0, 8))), reverse=True)
+            buckets += buckets_of(own, place, Prefix(start, length))
+            start, place = start + length, place + sum(own)
+        row = Layout(buckets=tuple(buckets))
+        for kind, made in (("exact", row), ("rounded", row.rounded())):
+            assert [one for bucket in made.buckets for one in bucket.lengths] == [
+                one for bucket in buckets for one in bucket.lengths
+            ]
+            for bucket in made.buckets:
+                keys = bucket.width + (bucket.gap + bucket.prefix.length if bucket.prefix else 0)
+                shapes[kind].add((bucket.pieces, bucket.width, keys))
+                scores[kind] += bucket.pieces * bucket.width * keys
+    assert len(shapes["rounded"]) <= 32 and len(shapes["exact"]) > 5000
+    assert scores["rounded"] < 1.8 * scores["exact"]
 
 
 @pytest.mark.parametrize(("asked", "causal"), [({"softcap": 5.0}, True), ({"s_aux": torch.ones(2)}, True), ({}, False)])
