@@ -150,12 +150,50 @@ def test_replicas_that_can_never_be_placed_are_refused_with_the_numbers() -> Non
     assert shortfall(spread, 4, [3.0, 3.0]) == "each needs 2 GPUs, 8 in total; the nodes have 3, 3: room for 3 of 4"
 
 
-def test_ranks_cannot_share_their_gpus_with_the_replicas_of_their_pool() -> None:
-    shared = replace(PLAIN, pools=(Pool(tasks=("rollout", "train"), replicas=(0, 1)),))
-    assert refused(needs(shared, ranks=4), [4.0]) == (
-        "trainer.ranks is 4: its ranks reserve 4 GPUs, and none is left for the other processes; the replicas of their "
-        "pool cannot share the GPUs that ranks reserve; use 1, or give rollout a pool of its own and use fewer ranks"
+SHARED = replace(PLAIN, pools=(Pool(tasks=("rollout", "train"), replicas=(0, 1)),))
+LENDING = replace(
+    PLAIN, pools=(Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("rollout", "train"), replicas=(2, 3)))
+)
+
+
+def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -> None:
+    assert parts(divide_gpus(needs(SHARED, ranks=4), [4.0])) == (1.0, 4.0, 0.0)
+    assert parts(divide_gpus(needs(SHARED, ranks=4, replica_gpus=2.0), [4.0])) == (2.0, 4.0, 0.0)
+    assert divide_gpus(needs(SHARED, ranks=4), [4.0]).notes == (
+        "2 of the 4 GPUs of the trainer's ranks have no replica: raise the replicas of their pool, or "
+        "tensor_parallel_size",
     )
+    twice = replace(SHARED, pools=(replace(SHARED.pools[0], replicas=tuple(range(8))),))
+    assert parts(divide_gpus(needs(twice, replicas=8, ranks=4), [4.0])) == (0.5, 4.0, 0.0)
+    assert parts(divide_gpus(needs(twice, replicas=8, ranks=8, trainer_nodes=2), [4.0, 4.0])) == (1.0, 8.0, 0.0)
+    assert parts(divide_gpus(needs(SHARED, ranks=4, shares=(1.0,)), [4.0])) == (1.0, 4.0, 0.0)
+    lent = needs(LENDING, replicas=4, ranks=2)
+    assert parts(divide_gpus(lent, [2.0, 2.0])) == (1.0, 2.0, 0.0), "each pool has one of the nodes"
+    assert shortfall(replace(lent, replica_gpus=1.0, trainer_gpus=2.0), 4, [2.0, 2.0]) == ""
+    assert "room for 2 of 4" in shortfall(replace(lent, replica_gpus=1.0, trainer_gpus=2.0), 4, [2.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "words"),
+    [
+        (
+            {}, [8.0],
+            "then they must use all GPUs of their nodes, but a node has 8; use 8, or set trainer.gpus_per_rank: 2, or "
+            "give rollout a pool of its own",
+        ),
+        ({"sleeps": False}, [4.0], "keep their memory without vLLM's sleep mode; set enable_sleep_mode: true"),
+        ({"spread": True, "replica_gpus": 2.0}, [4.0], "so each must be on one node; use mp"),
+        (
+            {"replica_gpus": 4.0}, [4.0],
+            "2 of them share the 4 GPUs of the trainer's ranks (pools), and each needs 4 GPUs on one node: room for 1",
+        ),
+        ({"store_gpus": 1.0}, [4.0, 4.0], "but replicas share those of the trainer's ranks; use gloo"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_share_their_gpus_are_refused(
+    changes: dict[str, Any], nodes: list[float], words: str
+) -> None:
+    assert words in refused(needs(SHARED, ranks=4, **changes), nodes)
 
 
 # -- the GPUs of one process may not be those of another ---------------------------------------------------------------
@@ -197,10 +235,6 @@ def test_ranks_and_large_replicas_fill_the_share_of_their_pool() -> None:
     assert divide_gpus(full, [8.0]) == GpuDivision(replica=2.0, trainer=4.0)
     assert refused(replace(full, shares=(0.25, 0.75)), [8.0]) == (
         "pools.0.share 0.25 is 2 of 8 GPUs, but the trainer's ranks need 4; raise it, or use fewer GPUs for a process"
-    )
-    shared = replace(PLAIN, pools=(Pool(tasks=("rollout", "train"), replicas=(0, 1)),))
-    assert "is 4 of 4 GPUs, but the trainer's ranks need 4, which leaves none for its replicas" in refused(
-        needs(shared, ranks=4, shares=(1.0,)), [4.0]
     )
 
 

@@ -48,6 +48,8 @@ class PackedPlan:
     """Seconds after which they end if the scheduler is not restarted."""
     run_dir: Path | None
     """Absolute path, for actors that do not unpack the plan."""
+    trainer_shares: bool = False
+    """Whether the trainer uses GPUs that Ray gives to replicas."""
 
     @classmethod
     def of(cls, plan: Plan) -> "PackedPlan":
@@ -55,7 +57,7 @@ class PackedPlan:
         launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
         run_dir = None if plan.run_dir is None else plan.run_dir.absolute()
         data, detached = cloudpickle.dumps(plan), plan.run_dir is not None
-        return cls(os.getcwd(), path, data, launch, detached, plan.orphan_s, run_dir)
+        return cls(os.getcwd(), path, data, launch, detached, plan.orphan_s, run_dir, bool(plan.guests))
 
     def register_stacks(self, name: str) -> None:
         """Register the file for the stacks, in an actor that does not call `prepare_process`."""

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from engine.actors.transports import transport_of
 from engine.errors import ConfigError, counted
+from engine.ids import ReplicaId
 from engine.runtime.plan import Plan
 
 if TYPE_CHECKING:
@@ -41,9 +42,13 @@ class ActorPlacement:
             remove_placement_group(self.group)
 
 
-def place(plan: Plan, name: str | None = None) -> ActorPlacement:
+def place(plan: Plan, replica: ReplicaId, trainer_group: Any, name: str | None = None) -> ActorPlacement:
     """The place of one replica incarnation. Returns at once; the creation of the actor waits for the GPUs. With `name`,
-    the placement group is detached, so it survives this process and `found_place` finds it."""
+    the placement group is detached, so it survives this process and `found_place` finds it. Replicas that share the
+    GPUs of the trainer's ranks are in `trainer_group`."""
+    if replica in plan.guests:
+        strategy = PlacementGroupSchedulingStrategy(trainer_group)
+        return ActorPlacement({"num_gpus": plan.rollout_gpus, "scheduling_strategy": strategy})
     if plan.rollout_gpus <= 1:
         return ActorPlacement({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
     gpus = int(plan.rollout_gpus)
@@ -82,6 +87,12 @@ def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
 def trainer_gpus_of_node(plan: Plan) -> float:
     """The trainer's GPUs on each of its nodes."""
     return plan.trainer_gpus / plan.trainer_nodes
+
+
+def trainer_takes(plan: Plan) -> float:
+    """GPUs that Ray gives to the trainer's actor on each node. If replicas share them, Ray gives them to the replicas,
+    and the trainer sees all GPUs of its nodes: `config.gpus` makes sure that these are its own."""
+    return 0.0 if plan.guests else trainer_gpus_of_node(plan)
 
 
 def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:

@@ -32,7 +32,7 @@ class RankNodes:
     """The nodes of this process's placement group, as `ranked_trainer.Nodes`. This process is on the first."""
 
     def __init__(self, packed: PackedPlan, count: int, gpus: float) -> None:
-        """`gpus`: number of GPUs on each node."""
+        """`gpus`: number of GPUs that Ray gives to the ranks of each node."""
         self.count = count
         self.address: str = ray.util.get_node_ip_address()
         self._packed = packed
@@ -130,7 +130,8 @@ class RankHostActor:
     """Starts the ranks of its node and passes messages to them."""
 
     def __init__(self, packed: PackedPlan, name: str, ranks: int) -> None:
-        hide_gpus()
+        if not packed.trainer_shares:
+            hide_gpus()
         packed.enter()
         prepare_process(name, packed.run_dir)
         self._stacks = None if packed.run_dir is None else stacks_file(packed.run_dir, name)

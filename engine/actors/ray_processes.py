@@ -23,8 +23,8 @@ from engine.actors.placement import (
     place,
     room_now,
     shortfall,
-    trainer_gpus_of_node,
     trainer_shortfall,
+    trainer_takes,
 )
 from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
@@ -199,10 +199,11 @@ class RayProcesses:
     def make(self, kind: str, index: int, incarnation: Incarnation) -> RayProcess:
         source, placed = source_of(kind, index), ActorPlacement({})
         if kind == REPLICA:
-            placed = place(self._plan, self._name(source, incarnation) if self._packed.detached else None)
+            name = self._name(source, incarnation) if self._packed.detached else None
+            placed = place(self._plan, index, self._trainer_group, name)
         options: dict[str, Any] = {
             REPLICA: {"max_concurrency": 100_000, **placed.options},
-            TRAINER: in_group(self._trainer_group, trainer_gpus_of_node(self._plan)),
+            TRAINER: in_group(self._trainer_group, trainer_takes(self._plan)),
             SCORER: {"num_gpus": self._plan.scorer_gpus},
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]

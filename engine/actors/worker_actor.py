@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, prepare_process
 from engine.actors.failures import HeartbeatActor, awaited, failure_reason
-from engine.actors.placement import trainer_gpus_of_node
+from engine.actors.placement import trainer_takes
 from engine.actors.rank_hosts import RankNodes
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
@@ -150,7 +150,7 @@ class WorkerActor(HeartbeatActor):
         weights: Any,
         gateway: Any = None,
     ) -> None:
-        hide_gpus()
+        self._hide_gpus(plan)
         self._plan = self._unpacked(plan)
         end_when_orphaned(plan, scheduler)
         self.worker: PlannedWorker = WORKERS[self.kind](self._plan, index, incarnation)
@@ -164,6 +164,9 @@ class WorkerActor(HeartbeatActor):
         self._trajectories = remote_trajectories(trajectories)
         reader = index if self.kind == REPLICA else None
         self._weights = RemoteWeights(weights, transport_of(self._plan), reader)
+
+    def _hide_gpus(self, plan: PackedPlan) -> None:
+        hide_gpus()
 
     def _unpacked(self, plan: PackedPlan) -> Plan:
         return plan.unpack()
@@ -269,12 +272,16 @@ class TrainerActor(WorkerActor):
     kind = TRAINER
     worker: PlannedTrainer
 
+    def _hide_gpus(self, plan: PackedPlan) -> None:
+        if not plan.trainer_shares:
+            hide_gpus()
+
     def _unpacked(self, plan: PackedPlan) -> Plan:
         """The plan, with the nodes of the ranks if there are several. This node is the first."""
         unpacked = super()._unpacked(plan)
         if unpacked.trainer_nodes == 1:
             return unpacked
-        self._nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_gpus_of_node(unpacked))
+        self._nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_takes(unpacked))
         return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=self._nodes))
 
     async def dump_stacks(self) -> None:

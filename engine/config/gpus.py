@@ -47,6 +47,8 @@ class GpuNeeds:
     store_gpus: float = 0.0
     shares: Sequence[float] = ()
     """Of `limits.pools`; empty: all processes get equal parts."""
+    sleeps: bool = True
+    """Whether a sleeping replica gives the memory of its GPU back."""
 
     @property
     def trainer_reserves(self) -> float:
@@ -57,6 +59,17 @@ class GpuNeeds:
     def reserves_of_node(self) -> float:
         """GPUs that the trainer needs on each of its nodes; 0: a computed part."""
         return self.trainer_reserves / self.trainer_nodes
+
+    @property
+    def guests(self) -> int:
+        """Replicas on the GPUs that the trainer reserves: those of its pool, if it has several ranks."""
+        on_gpus = self.trains_on_gpus and self.samples_on_gpus
+        return len(self.limits.guests) if on_gpus and self.ranks > 1 else 0
+
+    @property
+    def apart(self) -> int:
+        """Replicas on other GPUs."""
+        return self.replicas - self.guests
 
     @property
     def scorers(self) -> int:
@@ -90,6 +103,7 @@ def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
         trains_on_gpus=not on_cpu,
         store_gpus=float(rollout.transport != "object_store" and rollout.transport_backend == "nccl"),
         shares=tuple(pool.share or 0.0 for pool in config.pools),
+        sleeps=rollout.backend != "vllm" or bool(rollout.engine_args.get("enable_sleep_mode")),
     )
 
 
@@ -177,7 +191,7 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
     """The GPUs of each process. `nodes`: the number of GPUs of each node.
 
     Trainer and store are placed first, then replicas that ask for a number of GPUs. The others get equal parts of the
-    rest, or of their pool's share.
+    rest, or of their pool's share. Replicas in the pool of several ranks get equal parts of the trainer's GPUs.
     Raises: `ConfigError` for processes that can never be placed, or would have no GPU.
     """
     gpus, trainer = sum(nodes), needs.trainer_reserves
@@ -186,13 +200,15 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
         return GpuDivision(replica=needs.replica_gpus, trainer=needs.trainer_gpus)
     if gpus:
         _require_trainer(needs, nodes)
+        _require_guests(needs, nodes)
     free = _after_reserved(needs, nodes)
     if any(needs.shares):
         division = _by_pool(needs, gpus - needs.store_gpus)
     else:
         part = _equal_part(needs, free)
+        parts = [part] * bool(needs.apart) + [_guest_part(needs)] * bool(needs.guests)
         division = GpuDivision(
-            replica=needs.replica_gpus or (part if needs.samples_on_gpus else 0.0),
+            replica=needs.replica_gpus or (min(parts, default=0.0) if needs.samples_on_gpus else 0.0),
             trainer=trainer or (part if needs.trains_on_gpus else 0.0),
             scorer=part if needs.scorers else 0.0,
         )
@@ -203,14 +219,15 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
             f"no room for {counted(needs.scorers, 'scorer')} of {gpus_text(division.scorer)} beside the other processes"
         )
         raise ConfigError("pools", [list(tasks) for tasks in needs.limits.scorers()], law, "use fewer replicas")
-    return replace(division, notes=(*division.notes, *_idle(settled, division, free, gpus)))
+    idle = (*_idle(settled, division, free, gpus), *_without_replicas(settled))
+    return replace(division, notes=(*division.notes, *idle))
 
 
 def room_for_replicas(needs: GpuNeeds, nodes: Sequence[float]) -> int:
     """The number of replicas of `needs.replica_gpus` that fit beside the trainer and the store."""
     free = FreeGpus(nodes)
     _place_trainer_and_store(needs, free)
-    return free.room(needs.replica_gpus)
+    return needs.guests + free.room(needs.replica_gpus)
 
 
 def shortfall(needs: GpuNeeds, replicas: int, nodes: Sequence[float]) -> str:
@@ -233,6 +250,9 @@ def _require_store(needs: GpuNeeds, gpus: float) -> None:
     wanted, who = gpus_of_their_own(needs.replicas, max(1, int(needs.replica_gpus)), len(needs.limits.scorers()))
     if needs.store_gpus and gpus < wanted:
         raise ConfigError("rollout.transport_backend", "nccl", f"{who}; there are {gpus:g}", "use gloo")
+    if needs.store_gpus and needs.guests:
+        law = f"{who}, but replicas share those of the trainer's ranks"
+        raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
 
 
 def _require_trainer(needs: GpuNeeds, nodes: Sequence[float]) -> None:
@@ -251,6 +271,43 @@ def _require_trainer(needs: GpuNeeds, nodes: Sequence[float]) -> None:
     raise ConfigError("trainer.ranks", needs.ranks, law, f"use {', or '.join(fixes) or 'fewer'}")
 
 
+def _require_guests(needs: GpuNeeds, nodes: Sequence[float]) -> None:
+    """Ray cannot give the same GPUs to the trainer and to replicas. So the trainer uses all GPUs of its nodes, and Ray
+    gives them to the replicas of its pool. Raises: `ConfigError` if that is not possible."""
+    if not needs.guests:
+        return
+    each, largest = needs.reserves_of_node, max(nodes)
+    if largest > each:
+        law = (
+            f"its ranks use {gpus_text(each)} on a node, and replicas share them (pools); then they must use all GPUs "
+            f"of their nodes, but a node has {largest:g}"
+        )
+        all_gpus = largest * needs.trainer_nodes
+        fixes = [f"use {all_gpus:g}", "give rollout a pool of its own"]
+        if all_gpus % needs.ranks == 0:
+            fixes.insert(1, f"set trainer.gpus_per_rank: {all_gpus / needs.ranks:g}")
+        raise ConfigError("trainer.ranks", needs.ranks, law, ", or ".join(fixes))
+    if not needs.sleeps:
+        law = "replicas share the GPUs of the trainer's ranks (pools), and keep their memory without vLLM's sleep mode"
+        raise ConfigError("rollout.engine_args", "no enable_sleep_mode", law, "set enable_sleep_mode: true")
+    if needs.spread:
+        law = "replicas share the GPUs of the trainer's ranks (pools), so each must be on one node"
+        raise ConfigError("rollout.engine_args.distributed_executor_backend", "ray", law, "use mp")
+    part = needs.replica_gpus or _guest_part(needs)
+    left = FreeGpus([each] * needs.trainer_nodes).place(needs.guests, part)
+    if left:
+        law = (
+            f"{needs.guests} of them share the {gpus_text(needs.trainer_reserves)} of the trainer's ranks (pools), and "
+            f"each needs {gpus_text(part)} on one node: room for {needs.guests - left}"
+        )
+        raise ConfigError("rollout.replicas", needs.replicas, law, "use fewer, or fewer GPUs for a replica")
+
+
+def _guest_part(needs: GpuNeeds) -> float:
+    """The part of each replica of the trainer's GPUs, if it asks for no number."""
+    return part_of(needs.trainer_reserves, needs.guests) if needs.guests else 0.0
+
+
 def _place_trainer_and_store(needs: GpuNeeds, free: FreeGpus) -> None:
     if needs.trainer_reserves:
         free.place_apart(needs.reserves_of_node, needs.replica_gpus or 1.0, needs.trainer_nodes)
@@ -265,10 +322,10 @@ def _after_reserved(needs: GpuNeeds, nodes: Sequence[float]) -> FreeGpus:
     these do not fit."""
     free = FreeGpus(nodes)
     _place_trainer_and_store(needs, free)
-    if needs.replica_gpus and free.place(needs.replicas, needs.replica_gpus):
+    if needs.replica_gpus and free.place(needs.apart, needs.replica_gpus):
         if needs.ranks > 1 and needs.trainer_reserves:
             left = sum(nodes) - needs.store_gpus - needs.trainer_reserves
-            law = f"its ranks leave {gpus_text(left)} for {needs.replicas} replicas of {gpus_text(needs.replica_gpus)}"
+            law = f"its ranks leave {gpus_text(left)} for {needs.apart} replicas of {gpus_text(needs.replica_gpus)}"
             raise ConfigError("trainer.ranks", needs.ranks, law, "use fewer ranks, or fewer replicas")
         room = room_for_replicas(needs, nodes)
         fix = f"use {room}" if room else "use fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"
@@ -279,7 +336,7 @@ def _after_reserved(needs: GpuNeeds, nodes: Sequence[float]) -> FreeGpus:
 def _equal_part(needs: GpuNeeds, free: FreeGpus) -> float:
     """The part of each process that asks for no number of GPUs; 0 if there is none. Raises: `ConfigError` if nothing is
     left for them."""
-    replicas = needs.replicas if needs.samples_on_gpus and not needs.replica_gpus else 0
+    replicas = needs.apart if needs.samples_on_gpus and not needs.replica_gpus else 0
     trainers = int(needs.trains_on_gpus and not needs.trainer_reserves)
     processes = replicas + trainers + needs.scorers
     left = max((left for node in free.nodes for left in node), default=0.0)
@@ -298,14 +355,10 @@ def _equal_part(needs: GpuNeeds, free: FreeGpus) -> float:
 
 
 def _ranks_use_all(needs: GpuNeeds) -> ConfigError:
-    shared = any(pool.shared for pool in needs.limits.pools)
     law = f"its ranks reserve {gpus_text(needs.trainer_reserves)}, and none is left for the other processes"
-    if shared:
-        law += "; the replicas of their pool cannot share the GPUs that ranks reserve"
     if needs.ranks == 1:
         return ConfigError("trainer.gpus_per_rank", int(needs.trainer_reserves), law, "use 0: a part of a GPU")
-    fix = "use 1, or give rollout a pool of its own and use fewer ranks" if shared else "use fewer"
-    return ConfigError("trainer.ranks", needs.ranks, law, fix)
+    return ConfigError("trainer.ranks", needs.ranks, law, "use fewer")
 
 
 def _by_pool(needs: GpuNeeds, gpus: float) -> GpuDivision:
@@ -322,6 +375,8 @@ def _by_pool(needs: GpuNeeds, gpus: float) -> GpuDivision:
         part = part_of(rest, sum(divided.values())) if divided else 0.0
         for kind in divided:
             parts[kind].append(part)
+        if needs.guests and "train" in pool.tasks:
+            parts["replica"].append(_guest_part(needs))
         idle = int((rest - part * sum(divided.values())) * ROUNDING)
         if idle:
             notes.append(
@@ -337,7 +392,7 @@ def _by_pool(needs: GpuNeeds, gpus: float) -> GpuDivision:
 
 def _fixed_in(needs: GpuNeeds, pool: Pool) -> Iterator[tuple[str, float]]:
     """GPUs of a pool's processes that ask for a number, by kind."""
-    if pool.replicas and needs.replica_gpus:
+    if pool.replicas and needs.replica_gpus and not (needs.guests and "train" in pool.tasks):
         yield "replica", len(pool.replicas) * needs.replica_gpus
     if "train" in pool.tasks and needs.trainer_reserves:
         yield "trainer", needs.trainer_reserves
@@ -345,7 +400,8 @@ def _fixed_in(needs: GpuNeeds, pool: Pool) -> Iterator[tuple[str, float]]:
 
 def _divided_in(needs: GpuNeeds, pool: Pool) -> Iterator[tuple[str, int]]:
     """Processes of a pool that ask for no number of GPUs, by kind."""
-    if pool.replicas and needs.samples_on_gpus and not needs.replica_gpus:
+    guests = bool(needs.guests) and "train" in pool.tasks
+    if pool.replicas and needs.samples_on_gpus and not needs.replica_gpus and not guests:
         yield "replica", len(pool.replicas)
     if "train" in pool.tasks and needs.trains_on_gpus and not needs.trainer_reserves:
         yield "trainer", 1
@@ -381,3 +437,13 @@ def _idle(needs: GpuNeeds, division: GpuDivision, free: FreeGpus, gpus: float) -
     ways = [f"raise rollout.replicas to at most {more}"] if more > sampling else []
     ways += ["raise trainer.ranks"] if division.trainer else []
     yield f"{free.whole} of {gpus_text(gpus)} stay idle: {', or '.join(ways) or 'set trainer.device: auto'}"
+
+
+def _without_replicas(needs: GpuNeeds) -> Iterator[str]:
+    """A note on GPUs of the trainer's ranks that are idle while the replicas of their pool sample."""
+    idle = int(needs.trainer_reserves - needs.guests * needs.replica_gpus)
+    if needs.guests and idle:
+        yield (
+            f"{idle} of the {gpus_text(needs.trainer_reserves)} of the trainer's ranks have no replica: raise the "
+            "replicas of their pool, or tensor_parallel_size"
+        )

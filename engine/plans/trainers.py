@@ -86,13 +86,14 @@ def make_trainer(
     nodes: "Nodes | None" = None,
 ) -> Any:
     """`optimizer`: `model` is a checkpoint, whose optimizer state the trainer begins with. `in_turns`: the trainer has
-    its GPU in turns with replicas, so it begins in host memory. Ranks have GPUs of their own. `nodes`: of the ranks, if
-    there are several."""
+    its GPUs in turns with replicas, so it begins in host memory. `nodes`: of the ranks, if there are several."""
     trainer: Any
     if settings.ranks > 1:
         from engine.training.ranked_trainer import RankedTrainer
 
-        trainer = RankedTrainer(model, settings, scored_apart=scored_apart, stacks=stacks_descriptor(), nodes=nodes)
+        trainer = RankedTrainer(
+            model, settings, scored_apart=scored_apart, stacks=stacks_descriptor(), nodes=nodes, in_turns=in_turns
+        )
     else:
         from engine.training.model_trainer import ModelTrainer
         from engine.training.ranks import ALONE, ON_HOST

@@ -260,9 +260,15 @@ class Plan:
         return None if self.run_dir is None or self.trajectories != "disk" else self.run_dir / "trajectories"
 
     @property
+    def guests(self) -> tuple[ReplicaId, ...]:
+        """Replicas that share the GPUs of the trainer's ranks, with which they take turns."""
+        shares = self.trainer_ranks > 1 and self.trainer_gpus > 0 and self.rollout_gpus > 0
+        return self.limits.guests if shares else ()
+
+    @property
     def shares_gpus(self) -> bool:
         """Whether replicas may be on a GPU with other processes."""
-        return 0 < self.rollout_gpus < 1
+        return 0 < self.rollout_gpus < 1 or bool(self.guests)
 
     def lives(self) -> list[ReplicaId]:
         """Every replica to start: those that generate, then those that only validate."""

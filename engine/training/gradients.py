@@ -78,11 +78,12 @@ class Policy:
                 self.masters.divide(model)
             self._root = ranks.shard(model, device, bf16=bf16)
         else:
+            self._parts, self.packing, self._routers = None, PADDED, None
             self._root = ranks.shard(model, device, bf16=bf16)
             fill_model(model, missing or {}, ranks)
-            with torch.no_grad(), self.autocast():
-                self._parts, self.packing, self._routers = self._root(_examine, model, settings)
-            ranks.release(self._root)
+        self._examined = ranks.count == 1
+        if not ranks.on_host:
+            self.examine()
         self.masters.place(ranks.home(device), on_host=settings.cpu_offload)
         self.trained = self.masters.trained(model)
         """The tensors that the optimizer updates, and in which gradients are summed. float32"""
@@ -92,6 +93,16 @@ class Policy:
         """Names of what the user's loss measures."""
         self._reached: list[Tensor] = []
         """Those with a gradient in the last minibatch that had any."""
+
+    def examine(self) -> None:
+        """Find out how the model's rows are computed, unless that is known. The model must be on its device.
+        Collective."""
+        if self._examined:
+            return
+        with torch.no_grad(), self.autocast():
+            self._parts, self.packing, self._routers = self._root(_examine, self.model, self.settings)
+        self.ranks.release(self._root)
+        self._examined = True
 
     def move(self, to: Move) -> None:
         """Move the model and its masters."""

@@ -159,7 +159,11 @@ class ModelTrainer:
         self.move(Tensor.cpu)
 
     def onload(self) -> None:
+        """Come to the accelerator. Collective."""
         self.move(lambda tensor: tensor.to(self.policy.device))
+        for policy in (self.policy, self.reference):
+            if isinstance(policy, Policy):
+                policy.examine()
 
     def move(self, to: Move) -> None:
         """Move models, masters and moments, and release the freed memory."""

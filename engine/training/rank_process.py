@@ -133,7 +133,7 @@ def join_ranks(job: Any, link: Connection) -> Any:
     store = store_of(job, link)
     dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
     shards = job.on_node if job.settings.hybrid_sharding else 0
-    return Sharded(device, cpu_offload=job.settings.cpu_offload, shards=shards)
+    return Sharded(device, cpu_offload=job.settings.cpu_offload, shards=shards, on_host=job.in_turns)
 
 
 def store_of(job: Any, link: Connection) -> Any:

@@ -49,6 +49,8 @@ class Job:
     count: int
     on_node: int
     """The number of ranks on each node. Ranks of a node have successive numbers."""
+    in_turns: bool
+    """Replicas may be on the rank's device until `onload`."""
     rendezvous: str | tuple[str, int]
     """Where the ranks find each other: a file. With several nodes, the address of the first rank, which gets the
     listening socket."""
@@ -103,9 +105,10 @@ class RankedTrainer:
         scored_apart: Sequence[str] = (),
         stacks: int | None = None,
         nodes: Nodes | None = None,
+        in_turns: bool = False,
     ) -> None:
         """`stacks`: an open file to which each rank appends the stacks of its threads whenever it gets SIGUSR1.
-        `nodes`: None if all ranks are on this machine."""
+        `nodes`: None if all ranks are on this machine. `in_turns`: models begin in host memory, until `onload`."""
         if not SHARES:
             raise ConfigError("trainer.ranks", settings.ranks, "several ranks need Linux", "use 1")
         self._lost = ""
@@ -114,7 +117,8 @@ class RankedTrainer:
         threads = settings.threads or len(os.sched_getaffinity(0))
         job = Job(
             model_path=model_path, settings=settings.model_copy(update={"threads": max(1, threads // on_node)}),
-            scored_apart=tuple(scored_apart), index=0, count=settings.ranks, on_node=on_node, rendezvous="",
+            scored_apart=tuple(scored_apart), index=0, count=settings.ranks, on_node=on_node, in_turns=in_turns,
+            rendezvous="",
         )  # fmt: skip
         self._own = ChildRanks(on_node, stacks)
         self._others: Sequence[RemoteHost] = ()

@@ -49,6 +49,8 @@ class Ranks:
 
     index = 0
     count = 1
+    on_host = False
+    """Models begin in host memory, because replicas may be on the device. `move` brings them there."""
 
     def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Root:
         """Bring a model to the device. Parameters are replaced: make optimizers afterwards. Those without values get
@@ -111,7 +113,9 @@ ALONE = Ranks()
 
 
 class OnHost(Ranks):
-    """One process whose models begin in host memory: replicas may still be on the device. `move` brings them there."""
+    """One process whose models begin in host memory."""
+
+    on_host = True
 
     def home(self, device: torch.device) -> torch.device:
         return torch.device("cpu")
@@ -123,9 +127,12 @@ ON_HOST = OnHost()
 class Sharded(Ranks):
     """Ranks over torch's default process group, which must be there: NCCL on CUDA, gloo on the CPU."""
 
-    def __init__(self, device: torch.device, *, cpu_offload: bool = False, shards: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, *, cpu_offload: bool = False, shards: int = 0, on_host: bool = False
+    ) -> None:
         """`shards`: number of successive ranks that hold a whole model together; 0: all ranks."""
         self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self.on_host = on_host
         self._shards = shards or self.count
         shape, names = (self.count // self._shards, self._shards), ("replicate", "shard")
         begin = 1 if self._shards == self.count else 0
@@ -145,7 +152,7 @@ class Sharded(Ranks):
             fully_shard(layer, **options)
         root = Root(model)
         fully_shard(root, **options)
-        home = torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
+        home = torch.device("cpu") if self.on_host or isinstance(self._offload, CPUOffloadPolicy) else device
         replace_parameters(model, lambda own: torch.empty_like(own, device=home) if own.is_meta else own)
         return root
 

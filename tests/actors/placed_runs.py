@@ -13,13 +13,14 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_plans import PROMPTS, Counter, Quick, check_record, plan, restore_counter
+from ray_plans import PROMPTS, Counter, Quick, check_record, limited, plan, restore_counter
 
 from engine.actors.launch import start
 from engine.actors.rank_hosts import RankNodes
 from engine.runtime.plan import Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.stacks import can_answer
+from engine.states.limits import Pool
 
 NODES = (4, 2)
 """GPUs of each node."""
@@ -103,6 +104,38 @@ def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int
     ray.kill(kept)
     written = {path.name.removeprefix("place-"): path.read_text().split() for path in directory.glob("place-*")}
     return said, {process: (node, int(gpus)) for process, (node, gpus) in written.items()}, until_free()
+
+
+def in_turns(directory: Path) -> tuple[str, dict[str, tuple[str, int]], dict[str, str], float]:
+    """A run whose trainer has a rank for each of the four GPUs of a node, in one pool with two replicas. The trainer
+    and a replica die once. The outcome; the node and GPUs of each process; the GPUs that each sees; and the GPUs that
+    are free after the run."""
+
+    def rollout(replica: int) -> Rollout:
+        note_place(directory, f"replica-{replica}")
+        note_visible(directory, f"replica-{replica}")
+        lived = directory / f"lived-{replica}"
+        deadly = 3 if replica == 0 and not lived.exists() else -1
+        lived.touch()
+        return Rollout(generator=Quick(deadly))
+
+    def trainer() -> Counter:
+        note_place(directory, "trainer")
+        note_visible(directory, "trainer")
+        return Counter(2, str(directory / "died"))
+
+    made = plan(
+        directory, make_rollout=rollout, make_trainer=trainer, restore_trainer=restore_counter,
+        trainer_ranks=NODES[0],
+    )  # fmt: skip
+    pool = Pool(tasks=("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "validation"), replicas=(0, 1))
+    with start(limited(made, pools=(pool,))) as run:
+        outcome = run.wait().outcome
+    check_record(directory)
+    written = {path.name.removeprefix("place-"): path.read_text().split() for path in directory.glob("place-*")}
+    places = {process: (node, int(gpus)) for process, (node, gpus) in written.items()}
+    visible = {path.name.removeprefix("sees-"): path.read_text() for path in directory.glob("sees-*")}
+    return outcome, places, visible, until_free()
 
 
 def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]], tuple[str, list[float]], float]:

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from placed_runs import GPUS, carried_out, connect, ranks_apart, reserved_first
+from placed_runs import GPUS, NODES, carried_out, connect, in_turns, ranks_apart, reserved_first
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -52,3 +52,16 @@ def test_ranks_of_two_nodes_have_two_gpus_on_each(cluster_of_gpus: ProcessPoolEx
     assert len(seen) == 2, "of the other node"
     assert {process: gpus for process, (_, gpus) in places.items()} == {"trainer": 2, "replica-0": 1, "replica-1": 1}
     assert free == GPUS, "the ranks of the other node end with the trainer"
+
+
+def test_ranks_and_the_replicas_of_their_pool_have_the_same_gpus_also_in_their_next_lives(
+    cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    outcome, places, visible, free = cluster_of_gpus.submit(in_turns, tmp_path).result()
+    assert outcome == "finished" and (tmp_path / "died").exists()
+    assert len({node for node, _ in places.values()}) == 1
+    assert {process: gpus for process, (_, gpus) in places.items()} == {"trainer": 0, "replica-0": 1, "replica-1": 1}
+    own = [set(visible[f"replica-{replica}"].split(",")) for replica in (0, 1)]
+    assert own[0].isdisjoint(own[1]) and own[0] | own[1] < set(map(str, range(NODES[0])))
+    assert visible["trainer"] == "all", "those of its node"
+    assert free == GPUS

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from engine.runtime.plan import Redo, Restore
 from engine.runtime.process_port import SentOrder
 from engine.runtime.stacks import register_stacks, stacks_file
 from engine.runtime.wire import unpack_orders
+from engine.states.limits import Pool
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 
@@ -63,7 +65,7 @@ def test_a_replica_of_several_gpus_has_them_in_one_group(
         return SimpleNamespace(name="")
 
     monkeypatch.setattr(placement, "placement_group", note)
-    placed = placement.place(plan(tmp_path, rollout_gpus=2.0, rollout_spread=spread))
+    placed = placement.place(plan(tmp_path, rollout_gpus=2.0, rollout_spread=spread), 0, None)
     assert made == [(strategy, bundles)] and placed.options["num_gpus"] == own
 
 
@@ -124,17 +126,24 @@ async def test_a_stopped_actor_is_not_placed_again(tmp_path: Path, cluster: RayO
     assert scene.handle("rollout-0/1") is stopped and len(scene.lost) == 1
 
 
-@pytest.mark.parametrize("part", [0.5, 1.0])
+POOL = Pool(tasks=("rollout", "reward", "train", "validation"), replicas=(0,))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "pools", "shared"), [(0.5, 1, (), True), (1.0, 1, (), False), (1.0, 2, (POOL,), True)]
+)
 @played
 async def test_the_trainer_loads_before_replicas_that_share_its_gpu(
-    tmp_path: Path, cluster: RayOfHandles, part: float
+    tmp_path: Path, cluster: RayOfHandles, gpus: float, ranks: int, pools: tuple[Pool, ...], shared: bool
 ) -> None:
     cluster.up_at_once = False
-    scene = Scene(tmp_path, cluster, replicas=1, rollout_gpus=part, trainer_gpus=part)
+    limits = replace(plan(tmp_path).limits, pools=pools)
+    given: dict[str, Any] = {"limits": limits, "rollout_gpus": gpus, "trainer_gpus": gpus * ranks}
+    scene = Scene(tmp_path, cluster, replicas=1, trainer_ranks=ranks, **given)
     opening = asyncio.ensure_future(scene.supervisor.open())
     await settled()
     replica, trainer = scene.handle("rollout-0/1"), scene.handle("trainer/1")
-    assert len(trainer.opened_with) == 1 and len(replica.opened_with) == (part == 1)
+    assert len(trainer.opened_with) == 1 and len(replica.opened_with) == (not shared)
     trainer.opens.set()
     await settled()
     assert len(replica.opened_with) == 1 and not opening.done()

@@ -146,14 +146,20 @@ def of_ranks(server: ForkServer, model_path: str) -> OfRanks:
 
     @contextmanager
     def started(
-        count: int, path: str = model_path, faults: Path | None = None, nodes: int = 1, **changes: Any
+        count: int,
+        path: str = model_path,
+        faults: Path | None = None,
+        nodes: int = 1,
+        in_turns: bool = False,
+        **changes: Any,
     ) -> Iterator[Any]:
         settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
         if count == 1:
             yield ModelTrainer(path, settings)
             return
         with starts_of(server, faults):
-            trainer = RankedTrainer(path, settings, nodes=LocalNodes(nodes) if nodes > 1 else None)
+            own = LocalNodes(nodes) if nodes > 1 else None
+            trainer = RankedTrainer(path, settings, nodes=own, in_turns=in_turns)
         with closing(trainer):
             yield trainer
 

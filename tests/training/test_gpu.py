@@ -117,6 +117,20 @@ def test_a_sharded_rank_that_left_the_gpu_returns_with_the_same_bits(
     assert trainer.train(batch(1))["grad_norm"] == pytest.approx(expected, rel=1e-2)
 
 
+def test_a_sharded_rank_that_is_made_in_host_memory_comes_to_the_gpu(
+    model_path: str, batch: MakeBatch, sharded: Ranks
+) -> None:
+    """As those that take turns with replicas."""
+    trainer = trainer_of(model_path, ranks=Sharded(torch.device(GPU), on_host=True), bf16="off")
+    alone = trainer_of(model_path, bf16="off")
+    assert {own_part(value).device.type for value in trainer.policy.trained} == {"cpu"}
+    for step in (0, 1):
+        trainer.onload()
+        assert {own_part(value).device.type for value in trainer.policy.trained} == {"cuda"}
+        assert trainer.train(batch(step))["grad_norm"] == pytest.approx(alone.train(batch(step))["grad_norm"], rel=1e-2)
+        trainer.offload()
+
+
 @pytest.mark.parametrize("bf16", ["off", "on"])
 def test_a_checkpoint_of_a_gpu_resumes_with_the_same_bits(
     model_path: str, batch: MakeBatch, tmp_path: Path, bf16: str

@@ -407,6 +407,28 @@ def test_a_rank_that_fails_where_the_other_does_not_spoils_the_trainer(of_ranks:
         assert alive(trainer.pids) == []
 
 
+def test_ranks_that_take_turns_with_replicas_compute_nothing_until_they_come_to_their_device(
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path
+) -> None:
+    """Also if they begin with a checkpoint, as those of a restarted trainer do."""
+    with of_ranks(2) as expected, of_ranks(2, in_turns=True) as trainer:
+        for one in (expected, trainer):
+            one.offload()
+            one.onload()
+            one.train(batch(0))
+        assert figures(trainer.train(batch(1))) == figures(expected.train(batch(1)))
+        trainer.save(str(tmp_path), 2)
+        later = figures(expected.train(batch(2)))
+    with of_ranks(2, in_turns=True) as resumed:
+        resumed.load(str(tmp_path))
+        resumed.onload()
+        assert figures(resumed.train(batch(2))) == later
+
+
+def figures(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "seconds" not in name}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"bf16": "on"}])
 def test_two_gpus_take_the_steps_of_one(of_ranks: OfRanks, batch: MakeBatch, options: dict[str, Any]) -> None:
