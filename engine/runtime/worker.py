@@ -66,6 +66,8 @@ class PlannedWorker:
         self.incarnation = incarnation
         self._opening: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
+        self._settled = asyncio.Event()
+        """It is open, or closes without having opened."""
         self._early: list[tuple[Command, Prompt | None]] = []
         self._abandoned = False
 
@@ -80,6 +82,7 @@ class PlannedWorker:
         await self._open(peers, restore)
         self._broken = peers.broken
         self._opened.set()
+        self._settled.set()
         early, self._early = self._early, []
         for command, prompt in early:
             self.carry_out(command, prompt)
@@ -124,6 +127,7 @@ class PlannedWorker:
     async def close(self) -> None:
         """Cancel everything, without reports, and close the worker. Waits for a load in progress, so that the objects
         that it creates are closed, too."""
+        self._settled.set()
         if self._opening is not None:
             if self._abandoned:
                 self._opening.cancel()
@@ -264,7 +268,11 @@ class PlannedTrainer(PlannedWorker):
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
         cannot."""
-        await self._opened.wait()
+        await self._settled.wait()
+        if not self._opened.is_set():
+            raise EngineError(
+                f"the weights after {steps} train steps are lost: the trainer ended before it had started"
+            )
         await self._worker.hand_over_again(steps)
 
     async def _close(self) -> None:

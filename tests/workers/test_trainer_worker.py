@@ -14,7 +14,7 @@ import pytest
 from event_loops import played
 
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
-from engine.errors import TrainerSpoiled
+from engine.errors import EngineError, TrainerSpoiled
 from engine.events import (
     BatchScored,
     CheckpointFailed,
@@ -282,6 +282,21 @@ def test_a_trainer_that_starts_reports_progress_with_each_step_that_it_trains_ag
     loop = VirtualLoop()
     loop.run_until_complete(scene())
     loop.close()
+
+
+@played
+async def test_a_scorer_gets_an_error_from_a_trainer_that_ends_before_it_has_started() -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2)
+    plan = Plan(
+        limits=limits, samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
+        make_trainer=SimpleTrainer, make_prompts=lambda: listed(["?"]),
+    )  # fmt: skip
+    trainer = PlannedTrainer(plan, 0, 2)
+    asked = asyncio.create_task(trainer.hand_over(1))
+    await asyncio.sleep(0)
+    await trainer.close()
+    with pytest.raises(EngineError, match="the trainer ended before it had started"):
+        await asyncio.wait_for(asked, 1.0)
 
 
 @played
