@@ -15,7 +15,6 @@ from engine.events import (
     ProcessWaits,
     ReplicaLeaves,
 )
-from engine.ids import StepId
 from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica
 from engine.scheduling.lifetimes import launch_replicas, may_restart, reset_process, start_process
@@ -230,13 +229,13 @@ def _why_spent(process: Process, reason: str, event: ProcessLost) -> str:
 
 
 def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], reason: str) -> None:
-    """Repeat the orders that were lost with a process. Those in `costly` are charged an attempt. A lost checkpoint
-    is ordered again only at the end of the run, which needs it."""
-    steps: dict[StepId, bool] = {}
+    """Repeat the orders that were lost with a process. Those in `costly` are charged an attempt. At most one of them
+    scores or trains a step, because a pool has one task at a time. A lost checkpoint is ordered again only at the end
+    of the run, which needs it."""
     for order in failed:
         command, charged = order.command, order in costly
         if isinstance(command, ScoreBatch | TrainStep):
-            steps[command.step] = steps.get(command.step, False) or charged
+            fail_step(core, command.step, reason, charged=charged)
         elif isinstance(command, PublishWeights) and not charged:
             order_publication(core)
         elif isinstance(command, PublishWeights):
@@ -245,6 +244,4 @@ def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], re
             core.state.checkpoints.ordered = min(core.state.checkpoints.ordered, core.state.checkpoints.newest)
         elif isinstance(command, EnterState | InspectStep):
             fail_stage_work(core, command, reason, charged=charged)
-    for step, charged in steps.items():
-        fail_step(core, step, reason, charged=charged)
     delete_checkpoints(core)  # those that the trainer was to delete

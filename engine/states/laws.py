@@ -251,6 +251,9 @@ def check_pools(state: State) -> None:
     pools, replicas = state.pools, state.replicas.by_id
     formed = state.training.formed_steps
     require(len(formed) <= 2, "more than one batch is formed ahead", steps=[step.id for step in formed])
+    tasks = [task for _, task in state.orders.open("score")] + ["train"] * len(state.orders.open("train"))
+    busy_pools = [pools.of(task).id for task in tasks]
+    require(len(busy_pools) == len({*busy_pools}), "a pool has several tasks at once", pools=busy_pools, tasks=tasks)
     for lease in pools.leases:
         require(
             (lease.state == "leased") == bool(lease.task), "the state of a lease and its task differ", pool=lease.id

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from engine.commands import ScoreBatch
 from engine.errors import InvariantViolated
 from engine.events import SettingChanged
 from engine.states.group import Group
-from engine.states.laws import check_all, check_batch, check_tick
+from engine.states.laws import check_all, check_batch, check_pools, check_tick
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
 from engine.states.limits import Pool
 from engine.states.orders import LIMIT
@@ -152,6 +153,11 @@ def test_a_pool_is_leased_only_to_what_is_in_progress() -> None:
     run.finish(1)
     lease = run.state.pools.of("ref_logprobs")
     assert lease.task == "ref_logprobs"
+    again = replace(run.ordered(ScoreBatch)[0], step=1)
+    run.state.orders.add(again, 0.0)
+    with pytest.raises(InvariantViolated, match="a pool has several tasks at once"):
+        check_pools(run.state)
+    run.state.orders.withdraw("score", (1, "ref_logprobs"))
     check_all(run.state)
     lease.task = "old_logprobs"
     with pytest.raises(InvariantViolated, match="a pool is leased to a task that is not in progress"):
