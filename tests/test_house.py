@@ -239,6 +239,8 @@ def names_say_something(source: Source) -> Iterator[str]:
             yield f"{source.path}: {part!r} does not say what is in it"
 
 
+TEST_NAME = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
+
 BANNED_NAMES = {
     *("utils", "helpers", "manager", "misc", "common"),
     *("told", "past", "survived", "lasting", "watched", "going_on", "kept", "ended", "there", "to_nowhere"),
@@ -742,6 +744,13 @@ def test_ci_draws_new_examples_and_prints_the_seed_that_repeats_them(
     assert pytester.runpytest_subprocess("-p", "no:cacheprovider", again).ret == first.ret == 0
     drawn, repeated = (pytester.path / "drawn").read_text(encoding="utf-8").splitlines()
     assert drawn == repeated != "[]"
+
+
+def test_the_name_of_a_test_has_at_most_80_characters() -> None:
+    found = [
+        name for path in sorted((ROOT / "tests").rglob("test_*.py")) for name in TEST_NAME.findall(path.read_text())
+    ]
+    assert len(found) > 2000 and [name for name in found if len(name) > 80] == []
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -435,10 +435,10 @@ def explain_group(history: History, number: GroupId) -> Explanation:
     row = history.groups[number]
     attempts = [attempt for attempt in history.attempts if attempt.group == number]
     waits = [wait for wait in history.waits if wait.group == number]
-    told = [(row.drawn_at, f"at {moment(row.drawn_at)} it was drawn.")]
-    told += [(attempt.start, _attempt_sentence(attempt, row)) for attempt in attempts]
-    told += [(wait.start, _wait_sentence(wait, row)) for wait in waits]
-    sentences = [text[0].upper() + text[1:] for _, text in sorted(told, key=lambda one: one[0])]
+    timed = [(row.drawn_at, f"at {moment(row.drawn_at)} it was drawn.")]
+    timed += [(attempt.start, _attempt_sentence(attempt, row)) for attempt in attempts]
+    timed += [(wait.start, _wait_sentence(wait, row)) for wait in waits]
+    sentences = [text[0].upper() + text[1:] for _, text in sorted(timed, key=lambda one: one[0])]
     sentences.append(_end_sentence(row))
     amounts = {"generating": sum(attempt.end - attempt.start for attempt in attempts)}
     for wait in waits:

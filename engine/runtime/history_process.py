@@ -27,7 +27,7 @@ class HistoryProcess:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._read: EventId = 0
-        """The snapshot up to which the process was told to read."""
+        """The snapshot up to which the process is to read."""
         self._process: subprocess.Popen[bytes] | None = None
         self._failed = False
 

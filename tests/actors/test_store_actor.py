@@ -148,7 +148,7 @@ class Ends:
         return await self.transport.take(give)
 
 
-def test_a_version_has_one_copy_on_a_machine_that_lives_as_long_as_the_store_or_a_reader_has_it() -> None:
+def test_a_version_has_one_copy_on_a_machine_while_the_store_or_a_reader_has_it() -> None:
     async def story() -> None:
         before, tensors = inodes(os.getpid()), publication()
         expected = {name: value.clone() for name, value in tensors.items()}

@@ -157,17 +157,17 @@ def test_a_run_survives_the_nodes_of_its_ranks_and_resumes_on_one(
         nodes.kill(next(node for node in nodes.processes[1:] if node.poll() is None))
         await_line(record / "logs" / "scheduler.log", started[0], lambda line: "2 nodes; there is 1" in line)
         assert run("stop", "story").wait(timeout=60) == 0
-        told = started[0].communicate(timeout=120)[0]
-        assert "engine resume" in told, told
+        said = started[0].communicate(timeout=120)[0]
+        assert "engine resume" in said, said
         refused = run("resume", "story", "--plain")
-        told = refused.communicate(timeout=120)[0]
-        assert refused.returncode == 2 and "trainer.nodes is 2: the cluster has 1 node; use at most 1" in told, told
+        said = refused.communicate(timeout=120)[0]
+        assert refused.returncode == 2 and "trainer.nodes is 2: the cluster has 1 node; use at most 1" in said, said
 
         started.append(run("resume", "story", "--plain", "--set", "trainer.nodes=1"))
         await_steps(record, started[1], trained + 4)
         assert run("set", "story", "run.max_steps=1").wait(timeout=60) == 0
-        told = started[1].communicate(timeout=120)[0]
-        assert started[1].returncode == 0, told
+        said = started[1].communicate(timeout=120)[0]
+        assert started[1].returncode == 0, said
     finally:
         for one in started:
             one.kill()

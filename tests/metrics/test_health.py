@@ -146,7 +146,7 @@ def test_no_progress_is_found_only_from_the_start_of_a_run_on() -> None:
     assert "model.warm_start" in found.text and "docs/HOWTO_REWARD.md#a-reward-that-does-not-rise" in found.text
 
 
-def test_only_wrong_responses_since_the_start_are_found_though_some_get_a_small_reward() -> None:
+def test_only_wrong_responses_are_found_though_some_get_a_small_reward() -> None:
     source = Random(1)
     partial = [names_found(rewarded(noisy(source, 12, 0.06, 0.0, 0.01), most=0.1, accuracy=0.0)) for _ in range(100)]
     assert partial.count(["never_right"]) > 90

@@ -108,7 +108,7 @@ def test_a_trainer_that_renames_figures_every_step_does_not_create_endless_serie
     assert len(family.samples) == FIGURES_KEPT
 
 
-def test_rewards_of_all_steps_are_counted_in_buckets_for_a_bounded_number_of_functions() -> None:
+def test_rewards_are_counted_in_buckets_for_a_bounded_number_of_functions() -> None:
     metrics = steady_world().metrics
     for rewards in ([0.0, 1.0, 1.0], [-1.0, 7.5, 2e7]):
         metrics.report(0, {HISTOGRAMS: {"reward": histogram_of(rewards)}})

@@ -33,7 +33,7 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish(process: HistoryProcess) -> int:
-    """Let the process read all that it was told to read, and end. Returns its exit code."""
+    """Let the process read everything up to its mark, and end. Returns its exit code."""
     child = process._process
     assert child is not None and child.stdin is not None
     with open(os.devnull, "wb") as nothing:

@@ -178,9 +178,7 @@ GUARDS = policies.added_states(("guarding-batches", "guarding-weights"))
     ("refused", "subject"),
     [("batch", "batches refused the batch of train step 0"), ("weights", "weights refused weights version 1, after 1")],
 )
-def test_a_run_whose_batch_or_weights_were_refused_inspects_them_again_after_a_resume(
-    tmp_path: Path, refused: str, subject: str
-) -> None:
+def test_a_resume_inspects_a_refused_batch_or_version_again(tmp_path: Path, refused: str, subject: str) -> None:
     sampled: list[int] = []
 
     class Versions(SimpleGenerator):

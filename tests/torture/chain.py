@@ -231,8 +231,8 @@ def main() -> int:
     run_dir.mkdir(exist_ok=True)
     dies_at = point.kills[life] if life < len(point.kills) else None
     if point.state:
-        told = {"state": point.state, "number": dies_at, "victim": point.victim, "sprung": str(run_dir / "sprung")}
-        os.environ[DEATH], dies_at = json.dumps(told), None
+        death = {"state": point.state, "number": dies_at, "victim": point.victim, "sprung": str(run_dir / "sprung")}
+        os.environ[DEATH], dies_at = json.dumps(death), None
     with start(plan(run_dir, point, dies_at)) as run:
         status = run.wait()
     print(json.dumps({"outcome": status.outcome, "step": status.step}))

@@ -128,7 +128,7 @@ def test_tied_tensors_that_are_stored_twice_must_be_equal(tmp_path: Path, same: 
     assert (loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight) == same
 
 
-def test_a_model_with_experts_is_trained_by_ranks_and_saved_under_the_names_of_its_files(
+def test_ranks_train_a_model_with_experts_and_save_it_under_the_names_of_its_files(
     batch: MakeBatch, tmp_path: Path, of_ranks: OfRanks
 ) -> None:
     """One of two ranks has two of the three experts."""
