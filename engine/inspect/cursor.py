@@ -135,6 +135,13 @@ class Cursor:
         """States of groups that the run adds."""
         return tuple(added.name for added in self.state.limits.added_states)
 
+    @property
+    def events(self) -> int:
+        """Number of events in the record."""
+        after = self.index.place_before(len(self) - 1)
+        frames = self._record.frames_and_snapshots(answers=False, after=after)
+        return next(frame.last for frame in frames if isinstance(frame, Tick)) + 1
+
     def grow(self) -> int:
         """Read the ticks that the run has written since. Returns their number. Raises: `RecordError`."""
         self._record = self._open()
@@ -155,15 +162,12 @@ class Cursor:
 
     def seek_event(self, event: EventId) -> None:
         """Move to the tick of an event. Raises: see `seek`."""
-        tick = self.index.tick_of_event(event)
-        if event >= 0 and tick == len(self) - 1:  # the index does not know where the last tick ends
-            self.seek(tick)
-        if event < 0 or (tick == len(self) - 1 and event > self.tick.last):
-            law = (
-                f"does not exist: the record has {self.tick.last + 1} events" if event >= 0 else "must not be negative"
-            )
-            raise ConfigError("event", event, law, "events are counted from 0")
-        self.seek(tick)
+        if event < 0:
+            raise ConfigError("event", event, "must not be negative", "events are counted from 0")
+        if event >= self.events:
+            law = f"does not exist: the record has {counted(self.events, 'event')}"
+            raise ConfigError("event", event, law, f"use a number from 0 to {self.events - 1}")
+        self.seek(self.index.tick_of_event(event))
 
     def seek_time(self, seconds: float) -> None:
         """Move to the last tick at or before a time. Raises: see `seek`; `ConfigError` for a time outside the run."""
@@ -249,6 +253,12 @@ class Cursor:
         return range(self.index.tick_from(first), self.index.tick_from(first + self.blocks.block_events))
 
     # replay
+
+    def replay_all(self, watch: Watch) -> None:
+        """Replay the whole record, and call `watch` after each tick. Raises: see `seek`."""
+        self._scheduler, self._begin = self._first_scheduler(), 0
+        self._pending.clear()
+        self._replay(len(self) - 1, watch)
 
     def _approach(self, tick: int) -> None:
         """Let the scheduler expect a tick, or an earlier one with no snapshot between. Raises: `EngineError`."""

@@ -1,21 +1,20 @@
 """`engine replay RUN --at N [--group G]`: an event, its commands, the state after it, and the story of a group.
 
-It replays the record up to the event, so it shows the scheduler's own state, not a reconstruction.
+A cursor moves to the tick of the event, so this is the scheduler's own state, not a reconstruction.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.commands import Command
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, counted
 from engine.events import Event
 from engine.ids import EventId, GroupId
+from engine.inspect.cursor import Change, Cursor
 from engine.inspect.story import SHOWN, Story, stamped, summarize, summary_lines, worded
 from engine.metrics.waits import waits
-from engine.record import Header, Record, Rejected, ReplayReport, Tick, read, recover, replay
-from engine.record.replayer import build_scheduler
-from engine.scheduling.scheduler import Scheduler
+from engine.record import Record, Rejected, ReplayReport, Tick, read, recover, replay
 
 # -- the whole record --------------------------------------------------------------------------------------------------
 
@@ -119,82 +118,54 @@ class Moment:
 
 
 def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment:
-    """Replay up to event `n`; with a group, up to the end, for its whole story.
+    """The tick of event `n` and the state after it; with a group, its whole story.
 
     Raises: `ConfigError` for an event or group that the record does not have, `RecordError` if the record cannot be
-    read, `EngineError` if the replay diverges at or before event `n`, because the state is then unknown.
+    read, `EngineError` if this engine decides differently at or before event `n`, because the state is then unknown.
     """
     if n < 0:
         raise ConfigError("--at", n, "must not be negative: events are counted from 0", "use 0 or more")
-    if group is not None and group < 0:
+    cursor = Cursor(lambda: record)
+    notes = [f"cut: {record.torn}"] if record.torn else []
+    rejected = [one for one in cursor.index.rejected.values() if one.events[0].id <= n <= one.events[-1].id]
+    is_rejected = n >= cursor.events
+    if is_rejected and not rejected:
+        law = f"does not exist: the record has {counted(cursor.events, 'event')}"
+        raise ConfigError("--at", n, law, f"use a number from 0 to {cursor.events - 1}")
+    cursor.seek(cursor.index.tick_of_event(n))
+    moment = Moment(
+        event=n, events=cursor.tick.events, commands=cursor.tick.commands,
+        changes=tuple(map(str, cursor.tick_changes)), summary=summarize(cursor.state),
+    )  # fmt: skip
+    if is_rejected:  # the state is that before it
+        last = rejected[-1]
+        moment = replace(moment, events=last.events, commands=(), changes=(), rejected=last.reason)
+    else:
+        notes += map(_rejection, rejected)
+    story = None if group is None else _story(cursor, group, notes)
+    return replace(moment, story=story, notes=tuple(notes))
+
+
+def _story(cursor: Cursor, group: GroupId, notes: list[str]) -> Story:
+    """The story of a group. Adds to `notes` if it ends early. Raises: `ConfigError` for a group that does not exist."""
+    if group < 0:
         raise ConfigError("--group", group, "must not be negative: groups are counted from 0", "use 0 or more")
-    watcher = _Watcher(n, group)
-    report = replay(record, n if group is None else None, watcher.build, watcher.watch)
-    return watcher.moment(report)
+    story, drawn = Story(group), 0
 
+    def watch(tick: Tick, changes: tuple[Change, ...]) -> None:
+        nonlocal drawn
+        drawn = cursor.state.groups.ledger.drawn
+        mine = [change for change in changes if (change.machine, change.id) == ("group", group)]
+        story.add(tick, [f"{one.source} → {one.target} ({one.trigger})" for one in mine], cursor.state)
 
-class _Watcher:
-    """Observes a replay and collects the contents of a `Moment`."""
-
-    def __init__(self, n: EventId, group: GroupId | None) -> None:
-        self.n = n
-        self.story = None if group is None else Story(group)
-        self._changes: list[tuple[str, int, str]] = []
-        """(machine, id, change) during the current event."""
-        self._at_n: dict[str, Any] | None = None
-        self._scheduler: Scheduler
-
-    def build(self, header: Header) -> Scheduler:
-        def observe(machine: str, changed: Any, source: str, trigger: str) -> None:
-            self._changes.append((machine, changed.id, f"{source} → {changed.state} ({trigger})"))
-
-        self._scheduler = build_scheduler(header, observe)
-        self._changes.clear()
-        return self._scheduler
-
-    def watch(self, tick: Tick) -> None:
-        state = self._scheduler.state
-        if tick.first <= self.n <= tick.last:
-            self._at_n = {
-                "event": self.n,
-                "events": tick.events,
-                "commands": tick.commands,
-                "changes": tuple(f"{machine} {id}: {change}" for machine, id, change in self._changes),
-                "summary": summarize(state),
-            }
-        if self.story is not None:
-            mine = [text for machine, id, text in self._changes if machine == "group" and id == self.story.group]
-            self.story.add(tick, mine, state)
-        self._changes.clear()
-
-    def moment(self, report: ReplayReport) -> Moment:
-        """The result of a finished replay. Raises: see `state_at`."""
-        rejected = [r for r in report.rejected if r.events[0].id <= self.n <= r.events[-1].id]
-        notes = [f"cut: {report.torn}"] if report.torn else []
-        if report.divergence is not None:
-            if report.divergence.index <= self.n:
-                raise EngineError(f"the state at event {self.n} is unknown: {report.divergence}")
-            notes.append(f"the story ends early: {report.divergence}")
-        self._require_group()
-        if self._at_n is not None:
-            notes += [_rejection(r) for r in rejected]
-            return Moment(**self._at_n, story=self.story, notes=tuple(notes))
-        if rejected:  # the replay leaves such ticks out, and ends there
-            return Moment(
-                event=self.n, events=rejected[-1].events, commands=(), changes=(),
-                summary=summarize(self._scheduler.state),
-                rejected=rejected[-1].reason, story=self.story, notes=tuple(notes),
-            )  # fmt: skip
-        if not report.events:
-            raise ConfigError("--at", self.n, "the record has no events")
-        law = f"does not exist: the record has {report.events} events"
-        raise ConfigError("--at", self.n, law, f"use a number from 0 to {report.events - 1}")
-
-    def _require_group(self) -> None:
-        drawn = self._scheduler.state.groups.ledger.drawn
-        if self.story is not None and self.story.group >= drawn:
-            fix = f"use a number from 0 to {drawn - 1}" if drawn else ""
-            raise ConfigError("--group", self.story.group, f"does not exist: the record has {drawn} groups", fix)
+    try:
+        cursor.replay_all(watch)
+    except EngineError as error:
+        notes.append(f"the story ends early: {error}")
+    if group >= drawn:
+        fix = f"use a number from 0 to {drawn - 1}" if drawn else ""
+        raise ConfigError("--group", group, f"does not exist: the record has {drawn} groups", fix)
+    return story
 
 
 def _rejection(rejected: Rejected) -> str:
