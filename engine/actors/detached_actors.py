@@ -84,6 +84,13 @@ def hide_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def let_blocks_grow() -> None:
+    """Have torch's allocator of GPU memory grow its blocks, unless the user has configured it: passes have ever new
+    sizes, which would fragment blocks of fixed sizes. Call it before torch is imported. Child processes inherit it."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the former name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
     """Set up threads, logs and stacks. Call it before torch is imported. `threads`: for OpenMP and MKL; 0: one per
     core; None: unchanged. `private`: remove the permissions of others in the run's directory, and for the files that

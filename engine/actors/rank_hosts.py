@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from engine.actors.detached_actors import PackedPlan, hide_gpus, prepare_process
+from engine.actors.detached_actors import PackedPlan, hide_gpus, let_blocks_grow, prepare_process
 from engine.actors.failures import failure_reason, named, never_ran, raised
 from engine.errors import EngineError
 from engine.runtime.stacks import dump_stacks, stacks_descriptor, stacks_file
@@ -130,6 +130,7 @@ class RankHostActor:
     """Starts the ranks of its node and passes messages to them."""
 
     def __init__(self, packed: PackedPlan, name: str, ranks: int) -> None:
+        let_blocks_grow()
         if not packed.trainer_shares:
             hide_gpus()
         packed.enter()

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, prepare_process
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, let_blocks_grow, prepare_process
 from engine.actors.failures import HeartbeatActor, awaited, failure_reason
 from engine.actors.placement import trainer_takes
 from engine.actors.rank_hosts import RankNodes
@@ -150,7 +150,7 @@ class WorkerActor(HeartbeatActor):
         weights: Any,
         gateway: Any = None,
     ) -> None:
-        self._hide_gpus(plan)
+        self._prepare_gpus(plan)
         self._plan = self._unpacked(plan)
         end_when_orphaned(plan, scheduler)
         self.worker: PlannedWorker = WORKERS[self.kind](self._plan, index, incarnation)
@@ -165,7 +165,8 @@ class WorkerActor(HeartbeatActor):
         reader = index if self.kind == REPLICA else None
         self._weights = RemoteWeights(weights, transport_of(self._plan), reader)
 
-    def _hide_gpus(self, plan: PackedPlan) -> None:
+    def _prepare_gpus(self, plan: PackedPlan) -> None:
+        """Before torch is imported."""
         hide_gpus()
 
     def _unpacked(self, plan: PackedPlan) -> Plan:
@@ -272,7 +273,8 @@ class TrainerActor(WorkerActor):
     kind = TRAINER
     worker: PlannedTrainer
 
-    def _hide_gpus(self, plan: PackedPlan) -> None:
+    def _prepare_gpus(self, plan: PackedPlan) -> None:
+        let_blocks_grow()
         if not plan.trainer_shares:
             hide_gpus()
 
@@ -299,6 +301,10 @@ class TrainerActor(WorkerActor):
 
 class ScorerActor(WorkerActor):
     kind = SCORER
+
+    def _prepare_gpus(self, plan: PackedPlan) -> None:
+        let_blocks_grow()
+        hide_gpus()
 
 
 class AddedStatesActor(WorkerActor):

@@ -154,7 +154,9 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         ranks = [one for one in node.children() if "engine.training.rank_process" in one.cmdline()]
         while not all(can_answer(rank.pid) for rank in ranks):  # they have just been started
             ray.get(other._actor.__ray_ready__.remote())
-        (directory / "sees").write_text(ranks[0].environ()["CUDA_VISIBLE_DEVICES"])
+        environment = ranks[0].environ()
+        assert environment["PYTORCH_ALLOC_CONF"] == os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        (directory / "sees").write_text(environment["CUDA_VISIBLE_DEVICES"])
         ray.get(nodes.dump_stacks())
         said = (directory / "logs" / "trainer-node-1.stacks").read_text()
         answers = re.findall(r"rank_process.py\", line \d+ in main", said)
