@@ -19,8 +19,8 @@ SHORT = 64
 """Pieces of at most this many tokens share a bucket, whatever their lengths: a call costs more than their padding."""
 LEAST_WIDTH = 256
 """On a GPU, calls of attention have at least this many columns."""
-CALL_KEYS = 4096
-"""On a GPU, each call of attention has this many keys, padding included, or one piece if that has more."""
+CALL_KEYS = 1024
+"""On a GPU, each call of attention has about this many keys, padding included, or one piece if that has more."""
 MASK_NUMBERS = 1 << 24
 """Maximum numbers in an attention mask; more queries are computed in parts."""
 
@@ -114,15 +114,15 @@ class Bucket:
             yield AttentionPart(slice(first, stop), slice(oldest, before + stop), mask)
 
     def rounded(self) -> Iterator["Bucket"]:
-        """The same pieces in calls of few shapes: widths are 2^n or 3 * 2^n, keys behind a prefix are 2^n, and the
-        number of pieces follows from that of keys."""
+        """The same pieces in calls of few shapes: numbers of columns and of keys are 2^n or 3 * 2^n, and the number of
+        pieces follows from that of keys."""
         start, lengths = self.start, self.lengths
         while lengths:
-            above = _power_of_two(lengths[0])
-            less = above // 4 * 3
-            width = max(LEAST_WIDTH, above if less < lengths[0] else less)
-            needed = width + (0 if self.prefix is None else self.prefix.length)
-            keys = width if self.prefix is None else _power_of_two(needed)
+            width = needed = _round_up(lengths[0], LEAST_WIDTH)
+            keys = width
+            if self.prefix is not None:
+                needed += self.prefix.length
+                keys = _round_up(needed, CALL_KEYS)
             pieces = max(1, CALL_KEYS // keys)
             own, lengths = lengths[:pieces], lengths[pieces:]
             yield Bucket(
@@ -132,9 +132,11 @@ class Bucket:
             start += sum(own)
 
 
-def _power_of_two(tokens: int) -> int:
-    """The lowest that is not less."""
-    return 1 << (tokens - 1).bit_length()
+def _round_up(tokens: int, least: int) -> int:
+    """The lowest of 2^n and 3 * 2^n that is neither below `tokens` nor below `least`."""
+    power = 1 << (tokens - 1).bit_length()
+    between = power // 4 * 3
+    return max(least, power if between < tokens else between)
 
 
 class Sequences(NamedTuple):

@@ -316,7 +316,8 @@ def test_a_kernel_for_gpus_is_refused_where_there_is_none() -> None:
 
 
 def test_attention_on_a_gpu_has_few_shapes_and_little_padding() -> None:
-    """The figures of docs/TRAINING.md: 1 000 random batches of groups with a common prompt."""
+    """The figures of docs/TRAINING.md: 1 000 random rows of groups with a common prompt, more different than those of a
+    run."""
     shapes: dict[str, set[tuple[int, int, int]]] = {"exact": set(), "rounded": set()}
     scores = {"exact": 0, "rounded": 0}
     draws = random.Random(0)
@@ -338,7 +339,7 @@ def test_attention_on_a_gpu_has_few_shapes_and_little_padding() -> None:
                 shapes[kind].add((bucket.pieces, bucket.width, keys))
                 scores[kind] += bucket.pieces * bucket.width * keys
     assert len(shapes["rounded"]) <= 32 and len(shapes["exact"]) > 5000
-    assert scores["rounded"] < 1.8 * scores["exact"]
+    assert scores["rounded"] < 1.6 * scores["exact"]
 
 
 @pytest.mark.parametrize(("asked", "causal"), [({"softcap": 5.0}, True), ({"s_aux": torch.ones(2)}, True), ({}, False)])
