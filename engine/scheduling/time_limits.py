@@ -20,7 +20,6 @@ from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
 from engine.scheduling.steps import fail_stage_work
 from engine.scheduling.validation import cut_rows
 from engine.scheduling.work_times import (
-    NEVER_STILL,
     could_work,
     is_limited,
     is_silent,
@@ -108,7 +107,7 @@ def _check_order(core: Core, order: Order) -> None:
     least_s = check.least.get(order.subject)
     if order.overdue or least_s is None:
         return
-    of_replica = type(order.owner) is int and order.subject not in NEVER_STILL
+    of_replica = type(order.owner) is int and order.stands_still
     if of_replica and total_s is None and check.clock - order.mark < least_s - SLACK_S:
         return  # it is within the smallest limit, even if its replica never stood still
     if total_s is not None and state.now - order.at >= total_s - SLACK_S:
@@ -116,7 +115,7 @@ def _check_order(core: Core, order: Order) -> None:
     elif could_work(state, order):
         if time_taken(state, order) >= limit_of(state, order) - SLACK_S:
             _handle_exceeded_limit(core, order)
-    elif order.subject in NEVER_STILL or works_in_order(order.owner):
+    elif not order.stands_still or works_in_order(order.owner):
         mark(state, order)  # its process waits for room or for groups, or works on the order ahead
 
 

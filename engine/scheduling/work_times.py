@@ -22,9 +22,6 @@ from engine.states.timeouts import BITS, CUT, MOST_S
 
 MOST_DOUBLED = 6
 """A limit doubles at most so many times."""
-NEVER_STILL = frozenset(("start", "stop", "sync", "resume", "probe"))
-"""Subjects of orders that do not stand still with their process: most of them change its state."""
-
 PREPARES = frozenset((ScoreBatch, InspectStep, StageWeights, PauseReplica))
 """Orders that prepare a train step or an install. An answer to them leaves the doubled limit as it is."""
 TEACH_NOTHING = FAILURES | {ProcessWaits}
@@ -63,7 +60,7 @@ def time_taken(state: State, order: Order) -> float:
 def could_work(state: State, order: Order) -> bool:
     """Whether the process of an order can work on it now."""
     command, owner = order.command, order.owner
-    if order.subject in NEVER_STILL:
+    if not order.stands_still:
         if type(command) is PauseReplica and command.mode == "wait":
             return not state.orders.of(command.replica, "group")
         if type(command) is StartProcess:
@@ -141,7 +138,7 @@ def is_silent(state: State, order: Order) -> bool:
 def _work_time(state: State, order: Order) -> float:
     """The work time of the process of an order; the clock for an order that never stands still."""
     clock = state.limit_check.read(state.now)
-    process = None if order.subject in NEVER_STILL else state.process_of(order.owner)
+    process = state.process_of(order.owner) if order.stands_still else None
     return clock if process is None else process.work_time(clock)
 
 

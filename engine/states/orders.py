@@ -118,6 +118,8 @@ class Relation:
     """Events that need the open order and leave it open."""
     limit: str
     """The kind of its time limit, `timeouts.<kind>_s`; empty: it has none."""
+    stands_still: bool = True
+    """Its time stands still while its process cannot work. False for orders that mostly change the process itself."""
     withdraws: tuple[str, ...] = ()
     """Subjects whose order with the same id ends without an answer when this order is given."""
 
@@ -147,15 +149,13 @@ def _sync(*answers: type[Event]) -> Relation:
     """A replica has one sync order at a time: a pause for another reason replaces the open staging order."""
     return Relation(
         subject="sync", id=("replica",), owner="replica", echo=("incarnation", "attempt"), limit="sync",
-        answers=(*answers, SyncFailed),
+        answers=(*answers, SyncFailed), stands_still=False,
     )  # fmt: skip
 
 
-def _acknowledged(
-    subject: str, id: tuple[str, ...], owner: str, limit: str, withdraws: tuple[str, ...] = ()
-) -> Relation:
+def _acknowledged(subject: str, id: tuple[str, ...], owner: str, limit: str, **more: Any) -> Relation:
     """An order that needs only an acknowledgment; the answer repeats its number."""
-    return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), limit=limit, withdraws=withdraws)
+    return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), limit=limit, **more)
 
 
 RELATIONS: dict[type[Command], Relation] = {
@@ -171,13 +171,14 @@ RELATIONS: dict[type[Command], Relation] = {
     StageWeights: _sync(WeightsStaged),
     PauseReplica: _sync(ReplicaPaused),
     InstallWeights: _sync(WeightsInstalled),
-    ResumeReplica: _acknowledged("resume", ("replica",), "replica", "resume"),
+    ResumeReplica: _acknowledged("resume", ("replica",), "replica", "resume", stands_still=False),
     StartProcess: Relation(subject="start", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
+                           stands_still=False,
                            answers=(ProcessUp, ProcessLost), reports=(ProcessWaits, OrderProgressed)),
     StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
-                          answers=(ProcessLost,)),
+                          stands_still=False, answers=(ProcessLost,)),
     ProbeProcess: Relation(subject="probe", id=("order",), owner="kind", echo=("incarnation", *_PROCESS), limit="cut",
-                           answers=(ProcessProbed, ProcessLost)),
+                           stands_still=False, answers=(ProcessProbed, ProcessLost)),
     RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE, "store"),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
                          answers=(BatchScored, StepFailed), reports=_PROGRESS, limit="score"),
@@ -268,6 +269,10 @@ class Order:
     @property
     def subject(self) -> str:
         return RELATIONS[type(self.command)].subject
+
+    @property
+    def stands_still(self) -> bool:
+        return RELATIONS[type(self.command)].stands_still
 
     @property
     def id(self) -> Any:
