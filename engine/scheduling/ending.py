@@ -127,22 +127,23 @@ def _filter_name(core: Core) -> str:
 
 def _require_progress(core: Core) -> None:
     """Law 7: something is in progress whose end will be an event, or the run ends here with a named cause."""
-    stuck = _nothing_moves(core)
-    if stuck is None:
+    state, decisions = core.state, core.decisions
+    if not _is_stuck(state):
         return
-    if core.decisions.policies.on_error == "builtin":
-        core.decisions.note(stuck)
-        core.decisions.rescuing = True
+    if decisions.policies.on_error == "builtin" and not state.ending.none_left:
+        decisions.note(_stuck_error(core))
+        decisions.rescuing = True
         start_work(core)
-        core.decisions.rescuing = False
-        stuck = None if core.state.training.training_step is not None else _nothing_moves(core)
-    if stuck is not None:
-        raise stuck
+        decisions.rescuing = False
+        if state.training.training_step is not None or not _is_stuck(state):
+            return
+    if not state.ending.none_left:
+        raise _stuck_error(core)
+    core.orders.end_run("failed", state.ending.none_left)
 
 
-def _nothing_moves(core: Core) -> PolicyError | None:
-    """The error of policies that start nothing, where nothing is running; or the end of the run."""
-    state = core.state
+def _is_stuck(state: State) -> bool:
+    """Whether nothing is in progress whose end will be an event."""
     if (
         state.groups.ledger.running
         or state.asked
@@ -150,22 +151,23 @@ def _nothing_moves(core: Core) -> PolicyError | None:
         or state.validations.out
         or state.groups.stages.out
     ):
-        return None
+        return False
     if state.timer_is_set(GIVE_UP) or state.timer_is_set(FILL):
-        return None
+        return False
     if state.orders.open("stop rows"):
-        return None  # rows that were cut short are measured again
-    if core.state.ending.none_left:
-        core.orders.end_run("failed", core.state.ending.none_left)
-        return None
-    lost = all(replica.state == "down" for replica in state.replicas.rollouts)
-    if lost or any(_will_report(state, replica) for replica in state.replicas.rollouts):
-        return None
-    if state.timer_is_set(DEADLINE):
-        return None
+        return False  # rows that were cut short are measured again
+    if state.ending.none_left:
+        return True
+    rollouts = state.replicas.rollouts
+    lost = all(replica.state == "down" for replica in rollouts)
+    return not (lost or any(_will_report(state, replica) for replica in rollouts) or state.timer_is_set(DEADLINE))
+
+
+def _stuck_error(core: Core) -> PolicyError:
+    """The error of policies that start nothing, although nothing is running."""
     seen = core.decisions.describe_view()
     return PolicyError(
-        f"nothing is running and the policies start nothing: {why_stuck(state)}; they saw {seen}",
+        f"nothing is running and the policies start nothing: {why_stuck(core.state)}; they saw {seen}",
         policies=str(dict(core.decisions.policies.names)),
     )
 
