@@ -17,10 +17,10 @@ LIKE = 0.75
 """A piece shorter than this share of the longest in its bucket begins a new bucket."""
 SHORT = 64
 """Pieces of at most this many tokens share a bucket, whatever their lengths: a call costs more than their padding."""
-LEAST_WIDTH = 256
+LEAST_WIDTH = 128
 """On a GPU, calls of attention have at least this many columns."""
-CALL_KEYS = 1024
-"""On a GPU, each call of attention has about this many keys, padding included, or one piece if that has more."""
+CALL_KEYS = 512
+"""On a GPU, a call of attention with several pieces has at most this many keys, padding included."""
 MASK_NUMBERS = 1 << 24
 """Maximum numbers in an attention mask; more queries are computed in parts."""
 
@@ -114,16 +114,14 @@ class Bucket:
             yield AttentionPart(slice(first, stop), slice(oldest, before + stop), mask)
 
     def rounded(self) -> Iterator["Bucket"]:
-        """The same pieces in calls of few shapes: numbers of columns and of keys are 2^n or 3 * 2^n, and the number of
-        pieces follows from that of keys."""
+        """The same pieces in calls of few shapes: numbers of pieces and of keys behind a prefix are 2^n, of columns 2^n
+        or, where that would be much more, 3 * 2^n."""
         start, lengths = self.start, self.lengths
         while lengths:
-            width = needed = _round_up(lengths[0], LEAST_WIDTH)
-            keys = width
-            if self.prefix is not None:
-                needed += self.prefix.length
-                keys = _round_up(needed, CALL_KEYS)
-            pieces = max(1, CALL_KEYS // keys)
+            width = max(LEAST_WIDTH, _rounded_width(lengths[0]))
+            needed = width + (0 if self.prefix is None else self.prefix.length)
+            keys = width if self.prefix is None else _power_of_two(needed)
+            pieces = min(max(1, CALL_KEYS // keys), _power_of_two(len(lengths)))
             own, lengths = lengths[:pieces], lengths[pieces:]
             yield Bucket(
                 start=start, lengths=own, pieces=pieces, width=width, prefix=self.prefix, gap=keys - needed,
@@ -132,11 +130,15 @@ class Bucket:
             start += sum(own)
 
 
-def _round_up(tokens: int, least: int) -> int:
-    """The lowest of 2^n and 3 * 2^n that is neither below `tokens` nor below `least`."""
-    power = 1 << (tokens - 1).bit_length()
-    between = power // 4 * 3
-    return max(least, power if between < tokens else between)
+def _power_of_two(number: int) -> int:
+    """The lowest that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _rounded_width(tokens: int) -> int:
+    above = _power_of_two(tokens)
+    between = above // 4 * 3
+    return between if above > CALL_KEYS and between >= tokens else above
 
 
 class Sequences(NamedTuple):
