@@ -13,8 +13,10 @@ from engine.events import Event
 from engine.ids import EventId, GroupId
 from engine.inspect.cursor import Change, Cursor
 from engine.inspect.story import SHOWN, Story, stamped, summarize, summary_lines, worded
+from engine.inspect.tick_index import TickIndex
 from engine.metrics.waits import waits
 from engine.record import Record, Rejected, ReplayReport, Tick, read, recover, replay
+from engine.record.replayer import build_scheduler
 
 # -- the whole record --------------------------------------------------------------------------------------------------
 
@@ -121,10 +123,13 @@ def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment
     """The tick of event `n` and the state after it; with a group, its whole story.
 
     Raises: `ConfigError` for an event or group that the record does not have, `RecordError` if the record cannot be
-    read, `EngineError` if this engine decides differently at or before event `n`, because the state is then unknown.
+    read, `EngineError` if this engine decides differently between the newest snapshot before
+    event `n` and the event, because the state is then unknown.
     """
     if n < 0:
         raise ConfigError("--at", n, "must not be negative: events are counted from 0", "use 0 or more")
+    if next(record.ticks(), None) is None:
+        return _before_the_first_tick(record, n)
     cursor = Cursor(lambda: record)
     notes = [f"cut: {record.torn}"] if record.torn else []
     rejected = [one for one in cursor.index.rejected.values() if one.events[0].id <= n <= one.events[-1].id]
@@ -144,6 +149,18 @@ def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment
         notes += map(_rejection, rejected)
     story = None if group is None else _story(cursor, group, notes)
     return replace(moment, story=story, notes=tuple(notes))
+
+
+def _before_the_first_tick(record: Record, n: EventId) -> Moment:
+    """The tick of event `n`, which the scheduler rejected, in a record without any other. Raises: `ConfigError` if
+    there is none."""
+    index = TickIndex()
+    index.read(record)
+    for one in index.rejected.values():
+        if one.events[0].id <= n <= one.events[-1].id:
+            summary = summarize(build_scheduler(record.header).state)
+            return Moment(event=n, events=one.events, commands=(), changes=(), summary=summary, rejected=one.reason)
+    raise ConfigError("RUN", record.name, "has no event yet", "try again once it trains")
 
 
 def _story(cursor: Cursor, group: GroupId, notes: list[str]) -> Story:

@@ -87,7 +87,8 @@ class ReplicaCounts:
         self.resumed[command.replica] += 1
 
     def changed(self, replica: Replica, trigger: str, state: State) -> None:
-        """A replica changed its state. Time asleep counts as idle slot time, and not as a pause."""
+        """A replica changed its state. Time asleep counts as idle slot time, and not as a pause, and a pause in which
+        the replica was lost is none."""
         if trigger == "pause":
             self._pausing[replica.id] = state.now, state.limits.sync_mode
         elif trigger in PAUSE_ENDS and replica.id in self._pausing:

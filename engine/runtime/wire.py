@@ -83,9 +83,11 @@ class GatheredCalls(Generic[Item]):
 
     async def _call(self) -> None:
         items, self._items = self._items[:MAX_ITEMS], self._items[MAX_ITEMS:]
-        await self._send(items)
-        self._begun = False
-        self._begin()
+        try:
+            await self._send(items)
+        finally:
+            self._begun = False
+            self._begin()
 
 
 class InOrder(Generic[Item]):

@@ -46,6 +46,7 @@ def prepare_groups(core: Core, ids: Iterable[GroupId]) -> None:
     """Move groups that were drawn into the added states before generation that let them in."""
     if core.state.groups.stages.at[QUEUED]:
         for id in ids:
+            core.orders.note_group(id)
             enter_added_state(core, core.state.groups.live[id], QUEUED)
 
 

@@ -66,13 +66,17 @@ class Orders:
         self.cause = event.id
         group = getattr(event, "group", None)
         if group is not None:
-            self._of_group[group] = event.id
+            self.note_group(group)
         if type(event) in MAKES_ROOM:
             self.note_room(event.replica)  # type: ignore[attr-defined]
         elif type(event) in LEAVES_STATE:
             self.note_room(stage_owner(event.state))  # type: ignore[attr-defined]
         elif type(event) is ProcessUp and event.kind == REPLICA:
             self.note_room(event.index)
+
+    def note_group(self, group: GroupId) -> None:
+        """The fact being handled is about a group."""
+        self._of_group[group] = self.cause
 
     def note_room(self, owner: Owner) -> None:
         """The fact being handled makes room for work at a replica or an added state."""

@@ -97,7 +97,7 @@ def _form_batch(core: Core, step: Step, chosen: tuple[GroupId, ...]) -> None:
     state.fire_step(step, "form")
     if state.groups.deadlines.surplus:
         _drop_surplus(core, step)
-    training.next_step(step.id + 1)
+    training.next_step(step.id + 1, core.state.now)
     check_room(state)
     step.attempt = 1
 

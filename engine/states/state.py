@@ -116,7 +116,7 @@ class State:
         """Go back to `steps` train steps. Every group that they do not hold is queued again."""
         self.groups.branch(consumed, released)
         self.checkpoints.branch(steps)
-        self.training.branch(steps)
+        self.training.branch(steps, self.now)
         self.training.setbacks = self.count_setbacks()
         for pool in self.pools.leases:
             if pool.task:

@@ -33,12 +33,12 @@ class Training:
 
     def __init__(self) -> None:
         self.steps, self.setbacks, self.versions, self.steps_in, self.updates_in = {}, {}, {}, {}, {0: 0}
-        self.next_step(0)
+        self.next_step(0, 0.0)
         self.publish(0)
 
-    def next_step(self, id: StepId) -> None:
+    def next_step(self, id: StepId, at: float) -> None:
         """Add the next step."""
-        self.steps[id] = Step(id)
+        self.steps[id] = Step(id, entered_at=at)
 
     def finish(self, step: Step, setbacks: dict[str, int]) -> None:
         """A step is trained and, if it publishes, published. `setbacks`: of groups so far."""
@@ -51,9 +51,9 @@ class Training:
         self.versions[version] = WeightsVersion(version)
         self.steps_in[version] = self.steps_trained
 
-    def branch(self, steps: StepId) -> None:
+    def branch(self, steps: StepId, at: float) -> None:
         """Go back to `steps` train steps."""
-        self.steps = {steps: Step(steps)}
+        self.steps = {steps: Step(steps, entered_at=at)}
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
         self.updates_in = {after: updates for after, updates in self.updates_in.items() if after <= steps}
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.actors.worker_actor import Inbox, Outbox
 from engine.events import Event, GroupGenerated, StepTrained
-from engine.runtime.wire import GATHER_S, Message, unpack_events
+from engine.runtime.wire import GATHER_S, GatheredCalls, Message, unpack_events
 from engine.workers.clock import VirtualLoop
 
 
@@ -68,6 +68,25 @@ def test_events_close_together_leave_in_one_report_and_later_ones_in_the_next() 
         outbox.add(steps[2])
         await asyncio.sleep(2 * GATHER_S)
         assert sent == [(1, steps[:2]), (2, steps[2:])]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene())
+
+
+def test_a_call_that_fails_does_not_hold_up_the_next() -> None:
+    sent: list[list[int]] = []
+
+    async def send(items: list[int]) -> None:
+        sent.append(items)
+        if items == [1]:
+            raise asyncio.CancelledError
+
+    async def scene() -> None:
+        calls = GatheredCalls(send)
+        for item in (1, 2):
+            calls.add(item)
+            await asyncio.sleep(2 * GATHER_S)
+        assert sent == [[1], [2]]
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(scene())

@@ -6,6 +6,7 @@ import pytest
 
 from engine.commands import (
     AbortGroup,
+    DrawPrompts,
     EnterState,
     FinishRun,
     InstallWeights,
@@ -31,6 +32,7 @@ from engine.events import (
     GroupFailed,
     ProcessLost,
     ProcessUp,
+    PromptsDrawn,
     PublishFailed,
     ReplicaPaused,
     StateLeft,
@@ -514,6 +516,15 @@ def test_the_work_of_an_added_state_names_the_last_fact_about_its_group() -> Non
     generated = [run.generated(0), run.generated(1)]
     works = [one for one in run.tell_together(*generated) if isinstance(one, EnterState)]
     assert [(work.group, work.cause) for work in works] == [(0, generated[0].id), (1, generated[1].id)]
+
+
+def test_the_work_on_drawn_groups_names_their_draw() -> None:
+    run = small(added_states=(FETCHING,), answers_draws=False, replicas=2)
+    (draw,) = run.ordered(DrawPrompts)
+    drawn = PromptsDrawn(first=draw.first, count=draw.count, exhausted=False, number=draw.number)
+    lost = ProcessLost(kind="replica", index=1, incarnation=1, reason="killed")
+    works = [one for one in run.tell_together(drawn, lost) if isinstance(one, EnterState)]
+    assert {work.cause for work in works} == {drawn.id}
 
 
 def test_the_work_of_an_added_state_names_the_fact_that_made_room_for_it() -> None:

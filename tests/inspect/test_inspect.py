@@ -192,6 +192,16 @@ def test_a_rejected_event_is_shown_with_the_state_before_it(tmp_path: Path) -> N
         state_at(read(tmp_path), 2)
 
 
+def test_a_rejected_first_event_is_shown_with_the_state_of_a_new_run(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, Header(run="r", limits=LIMITS.to_plain()))
+    started = RunStarted()
+    stamp(started, 0, 0.0)
+    recorder.reject((started,), "boom")
+    recorder.close()
+    moment = state_at(read(tmp_path), 0)
+    assert moment.rejected == "boom" and moment.events == (started,) and moment.summary["prompts"]["drawn"] == 0
+
+
 def test_an_empty_record_has_no_event(tmp_path: Path) -> None:
     Recorder(tmp_path, Header(run="r", limits=LIMITS.to_plain())).close()
     record: Record = read(tmp_path)

@@ -13,13 +13,14 @@ from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 from engine import events as fact
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import TOGETHER, Histogram, entered
+from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts, entered
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Journal, StepRows, validation_rows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.status import read_status
 from engine.record import Header, MemoryRecorder, read, recover
+from engine.record.frames import Tick
 from engine.record.snapshots import restore, snapshot
 from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
@@ -439,6 +440,40 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     assert read_status(world.metrics).validations and not read_status(metrics).validations, "they were shown already"
 
 
+def test_a_step_that_was_trained_before_a_failover_waits_for_no_metrics(tmp_path: Path) -> None:
+    """They were lost with the process, and so would be the row if the next process ended before the next step did."""
+    limits = steady_world(steps=None).setting.limits
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = steady_world(steps=None, recorder=recorder)
+    world.until(lambda state: state.publishing)
+    recovered, path = recover(read(recorder)), tmp_path / "metrics.jsonl"
+    metrics = RunMetrics(recovered.scheduler, Journal(path))
+    metrics.finish_replay()
+    published = fact.WeightsPublished(version=1, attempt=1)
+    fact.stamp(published, recovered.events, recovered.at)
+    metrics.observe(Tick(0, (published,), recovered.scheduler.tick((published,))))
+    assert [row["step"] for row in rows_of(path)] == [0]
+
+
+def test_the_time_of_a_step_begins_when_it_is_added() -> None:
+    world = steady_world(steps=None).until(lambda state: state.training.steps_batched == 1)
+    added = world.time
+    assert world.scheduler.state.training.steps[1].entered_at == added
+    world.until(lambda state: state.training.steps_batched == 2)
+    step = world.scheduler.state.training.steps[1]
+    assert sum(step.seconds.values()) == pytest.approx(step.entered_at - added)
+
+
+def test_a_pause_in_which_a_replica_was_lost_is_not_counted() -> None:
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 1)
+    counts, state = ReplicaCounts(), world.scheduler.state
+    replica = state.replicas.by_id[0]
+    for trigger in ("pause", "lose", "revert"):
+        counts.changed(replica, trigger, state)
+        state.now += 1.0
+    assert not any(counts.pause_s.values())
+
+
 def test_a_step_counts_the_setbacks_since_the_step_before_it_also_after_a_restore() -> None:
     world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
     world.scheduler.state.moves["group", "generating", "aborted"] = 7
@@ -446,9 +481,12 @@ def test_a_step_counts_the_setbacks_since_the_step_before_it_also_after_a_restor
     for aborted, since in ((8, 8), (8, 0), (10, 2)):
         restored.moves["group", "generating", "aborted"] = aborted
         step = next(iter(restored.training.steps.values()))
-        restored.training.next_step(step.id + 2)
+        restored.training.next_step(step.id + 2, restored.now)
         restored.training.finish(step, restored.count_setbacks())
         assert step.setbacks == {"aborted": since, "resumed": 0, "filtered": 0, "failed": 0}
+    restored.moves["group", "generating", "aborted"] = 12
+    restored.branch(0, (), ())
+    assert restored.training.setbacks["aborted"] == 12, "those of undone steps do not count again"
 
 
 # -- added states ------------------------------------------------------------------------------------------------------
