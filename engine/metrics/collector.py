@@ -245,15 +245,15 @@ class RunMetrics:
         self._events.update(map(type, events))
         # an event that matched nothing is a stale echo
         facts = events if len(matched) == len(events) else [event for event in events if event.id in matched]
-        if not QUIET.issuperset(map(type, facts)):
-            self.changes += 1
         generated = [event for event in facts if type(event) is GroupGenerated]
+        others = [event for event in facts if type(event) is not GroupGenerated]
+        if generated or not QUIET.issuperset(map(type, others)):
+            self.changes += 1
         if generated:
             self.generated.count(generated, at)
-        if len(generated) < len(facts):
-            for event in facts:
-                if (count := self._counted.get(type(event))) is not None:
-                    count(event)
+        for event in others:
+            if (count := self._counted.get(type(event))) is not None:
+                count(event)
 
     def note(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """Note what `observe` must look at after the tick. The scheduler calls it after each change of a record."""
