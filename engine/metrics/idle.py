@@ -244,8 +244,8 @@ class IdleTime:
         if bound:
             return bound
         if ledger.waiting or ledger.parked:
-            idle = replicas.idle(replicas.slow(state.limits.straggler_factor))
-            if not idle and any(map(replicas.is_limited, replicas.rollouts)):
+            _, free = replicas.room_beside(replicas.slow(state.limits.straggler_factor))
+            if not free and any(map(replicas.is_limited, replicas.rollouts)):
                 return "concurrency"
         if ledger.waiting:
             return "other"

@@ -290,7 +290,8 @@ def _limit_of_groups(state: State) -> str:
     if state.groups.ledger.running >= state.limits.max_concurrent_groups:
         return "scheduler.max_concurrent_groups"
     slow = state.replicas.slow(state.limits.straggler_factor)
-    return "" if state.replicas.idle(slow) else SLOTS
+    _, free = state.replicas.room_beside(slow)
+    return "" if free else SLOTS
 
 
 def _work_s(calls: FunctionCalls) -> float:

@@ -25,14 +25,12 @@ def measure_pace(core: Core, group: Group, replica: Replica, attempt: Order) -> 
     pace = (core.state.now - attempt.at) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
+    core.state.replicas.compare_pace(replica)
 
 
 def move_groups_off_slow_replicas(core: Core) -> None:
     """If a fast replica has slots that nothing else needs, park groups of slow replicas, earliest deadline first.
-    They resume on a fast replica, because dispatch avoids the replica they come from.
-
-    The only reaction that visits all replicas in ticks about groups alone: with `rollout.straggler_factor`, while a
-    slot is free. It takes about 1 µs for each replica.
+    They resume on a fast replica, because dispatch avoids the replica they come from. Visits slow replicas only.
     """
     state, replicas = core.state, core.state.replicas
     factor = state.limits.straggler_factor
@@ -40,13 +38,13 @@ def move_groups_off_slow_replicas(core: Core) -> None:
         return
     if replicas.newest_version == NO_VERSION or (state.groups.waiting and state.capacity):
         return
-    slow = replicas.slow(factor)
-    idle = replicas.idle(slow) if slow else []
-    parking = state.orders.open("park")
-    room = sum(map(replicas.for_groups, idle)) - state.groups.ledger.parked - len(parking)
+    slow, parking = replicas.slow(factor), state.orders.open("park")
+    if not slow:
+        return
+    newest, free = replicas.room_beside(slow)
+    room = free - state.groups.ledger.parked - len(parking)
     if room <= 0:
         return
-    newest = max(replica.version for replica in idle)
     ready = [replica for replica in slow if replica.state == "ready" and not replica.process.leaves]
     newest_orders = [[*running.values()][-1].number for one in ready if (running := replicas.running(one))]
     if core.searched == (newest, newest_orders):

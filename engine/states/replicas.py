@@ -1,9 +1,11 @@
-"""The replicas of a run: the registry of all, and the index of those that can take a group.
+"""The replicas of a run: the registry of all, and the indexes of those that can take a group, and of their paces.
 
-Dispatch policies ask the index once for each start. Everything else visits the replicas, at most once in each tick.
+Dispatch policies ask once for each start. What only groups cause asks the indexes; everything else visits the replicas,
+at most once in each tick.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -14,15 +16,17 @@ from engine.states.replica import Replica
 
 SAMPLES = 4
 """Groups that a replica must have generated in this incarnation before its pace counts."""
-CLOSED: tuple[Version, float] = (NO_VERSION, 0.0)
+CLOSED: tuple[Version, float, int] = (NO_VERSION, 0.0, 0)
 """In the index: a replica that can take no group."""
 
 
 class Replicas:
-    """Every replica ever seen; those that can take a group, by version and load; and the slots that groups free early.
+    """Every replica ever seen; those that can take a group, by version and load; the slots that groups free early; and
+    the replicas by pace.
 
     The indexes follow from the replicas and the open orders for groups and rows, which the book reports. Call `update`
-    after every change of a replica's state, version, slots or limit. A call costs O(log replicas).
+    after every change of a replica's state, version, slots or limit, and `compare_pace` after one of its state or pace.
+    A call costs O(log replicas).
     """
 
     by_id: dict[ReplicaId, Replica]
@@ -44,18 +48,25 @@ class Replicas:
         """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
         self._finished: dict[ReplicaId, int] = {}
         """By replica: ended trajectories of the groups that run on it. Each `samples` of them free a slot."""
-        self._open: dict[ReplicaId, tuple[Version, float]] = {}
-        """By replica that can take a group: its version, and its load, the share of its slots that a validation takes
-        or the trajectories of its groups need."""
+        self._open: dict[ReplicaId, tuple[Version, float, int]] = {}
+        """By replica that can take a group: its version; its load, the share of its slots that a validation takes or
+        the trajectories of its groups need; and the number of its slots that are free for groups."""
+        self.free_slots = 0
+        """Slots of all these replicas that are free for groups."""
         self._heaps: dict[Version, list[tuple[float, ReplicaId]]] = {}
         """By version of these replicas: (load, replica) at every change; outdated entries are skipped."""
         self._members: dict[Version, int] = {}
         """Number of these replicas, by version."""
+        self._paces: list[tuple[float, ReplicaId]] = []
+        """The replicas whose pace counts, the fastest first."""
+        self._paced: dict[ReplicaId, float] = {}
+        """Their pace in this list."""
         for replica in self.by_id.values():
             for order in self.running(replica).values():
                 if order.finished:
                     self._count_finished(replica, order, order.finished)
             self.update(replica)
+            self.compare_pace(replica)
 
     def note_order(self, order: Order, more: int) -> None:
         """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
@@ -74,11 +85,12 @@ class Replicas:
             self.unrewarded.pop(order.id, None)
 
     def update(self, replica: Replica) -> None:
-        """Update the index after a change of a replica."""
+        """Update the indexes of those that can take a group, after a change of a replica."""
         id, samples, finished = replica.id, replica.samples, self._finished.get(replica.id, 0)
         used = len(self.running(replica)) + self.taken(replica)
-        before = self._open.get(id, CLOSED)[0]
-        free = replica.state == "ready" and self._free_slots(replica, used - finished // samples) > 0
+        before, _, free_before = self._open.get(id, CLOSED)
+        free = self._free_slots(replica, used - finished // samples) if replica.state == "ready" else 0
+        self.free_slots += free - free_before
         version = replica.version if free else NO_VERSION
         if version != before:
             self._move(before, version)
@@ -86,11 +98,11 @@ class Replicas:
             self._open.pop(id, None)
             return
         load = (used * samples - finished) / (replica.slots * samples)
-        self._open[id] = version, load
+        self._open[id] = version, load, free
         heap = self._heaps[version]
         heappush(heap, (load, id))
         if len(heap) > 64 + 8 * len(self._open):
-            heap[:] = sorted((load, one) for one, (at, load) in self._open.items() if at == version)
+            heap[:] = sorted((load, one) for one, (at, load, _) in self._open.items() if at == version)
 
     def _move(self, before: Version, version: Version) -> None:
         """Count a replica that can take a group at another version than before. `NO_VERSION`: it could or can take
@@ -102,6 +114,15 @@ class Replicas:
             self._members[before] -= 1
             if not self._members[before]:
                 del self._members[before], self._heaps[before]
+
+    def compare_pace(self, replica: Replica) -> None:
+        """Update the index of paces after a change of a replica's pace or state."""
+        before = self._paced.pop(replica.id, None)
+        if before is not None:
+            del self._paces[bisect_left(self._paces, (before, replica.id))]
+        if replica.paced >= SAMPLES and replica.state != "down":
+            self._paced[replica.id] = replica.pace
+            insort(self._paces, (replica.pace, replica.id))
 
     # reading
 
@@ -176,7 +197,7 @@ class Replicas:
         heap, avoided = self._heaps[version], None
         while heap:
             load, id = heap[0]
-            if self._open.get(id) != (version, load):
+            if self._open.get(id, CLOSED)[:2] != (version, load):
                 heappop(heap)
             elif id == avoid:
                 avoided = heappop(heap)
@@ -189,25 +210,27 @@ class Replicas:
         assert best is not None  # the heap has every replica that can take a group at the version
         return best
 
-    def idle(self, slow: Sequence[Replica]) -> list[Replica]:
-        """Replicas that can take a group, are not `slow` and do not leave."""
-        excluded = {replica.id for replica in slow}
-        found = [self.by_id[id] for id in list(self._open) if id not in excluded]
-        return [replica for replica in found if not replica.process.leaves]
+    def room_beside(self, slow: Sequence[Replica]) -> tuple[Version, int]:
+        """The newest version, and the number of free slots, of the replicas that can take a group and are not
+        `slow`."""
+        own = [self._open.get(replica.id, CLOSED) for replica in slow]
+        at = Counter(version for version, _, _ in own)
+        versions = [version for version, members in list(self._members.items()) if members > at[version]]
+        return max(versions, default=NO_VERSION), self.free_slots - sum(free for _, _, free in own)
 
     def slow(self, factor: float | None) -> list[Replica]:
-        """Replicas that take more than `factor` times as long for a token as the median of the others, by pace."""
-        if factor is None:
+        """Replicas that take more than `factor` times as long for a token as the median of the others, by pace. Visits
+        these replicas only: a faster one has a higher median of others."""
+        found: list[ReplicaId] = []
+        paces = list(self._paces)  # other threads may ask
+        if factor is None or len(paces) < 2:
             return []
-        paced = [
-            replica for replica in list(self.by_id.values())
-            if replica.paced >= SAMPLES and replica.state != "down" and not replica.validator
-        ]  # fmt: skip
-        if len(paced) < 2:
-            return []
-        paces = sorted([replica.pace for replica in paced])
-        least = factor * paces[len(paces) // 2 - 1]  # no median of the others is below this pace
-        return [one for one in paced if one.pace > least and one.pace > factor * _median_of_others(paces, one.pace)]
+        for place in reversed(range(len(paces))):
+            pace, id = paces[place]
+            if pace <= factor * _median_of_others(paces, place):
+                break
+            found.append(id)
+        return [self.by_id[id] for id in sorted(found)]
 
     def anew(self) -> "Replicas":
         """The same replicas with the indexes made anew, for comparison."""
@@ -219,11 +242,11 @@ class Replicas:
     def figures(self) -> tuple[object, ...]:
         """Everything that the indexes know, for comparison."""
         finished = {id: count for id, count in self._finished.items() if count}
-        return self._open, self._members, finished, self.freed, set(self.unrewarded)
+        return self._open, self.free_slots, self._members, finished, self.freed, set(self.unrewarded), self._paces
 
 
-def _median_of_others(paces: Sequence[float], pace: float) -> float:
-    """The median of ascending paces, without one that is `pace`."""
-    place, others = bisect_left(paces, pace), len(paces) - 1
+def _median_of_others(paces: Sequence[tuple[float, ReplicaId]], place: int) -> float:
+    """The median of ascending paces, without the one at a place."""
+    others = len(paces) - 1
     low, high = (middle + (middle >= place) for middle in ((others - 1) // 2, others // 2))
-    return (paces[low] + paces[high]) / 2
+    return (paces[low][0] + paces[high][0]) / 2

@@ -198,6 +198,7 @@ class State:
         waits = replica.state == "pausing" and self.limits.sync_mode == "wait"
         replica.process.note_work(replica.state == "ready" or waits, self.limit_check.read(self.now))
         self.replicas.update(replica)
+        self.replicas.compare_pace(replica)
 
     def fire_process(self, process: Process, trigger: str) -> None:
         self._process_machine.fire(process, trigger)

@@ -59,8 +59,9 @@ class Counted(dict[int, Any]):
         {"timeouts": Timeouts(group_s=60.0)},
         {"train_after_sync": True, "sync_mode": "abort"},
         {"pools": TAKES_TURNS, "scoring_tasks": ("old_logprobs",)},
+        {"straggler_factor": 1.01},
     ],
-    ids=["plain", "timed", "train after sync", "pools in turns"],
+    ids=["plain", "timed", "train after sync", "pools in turns", "stragglers"],
 )
 def test_a_tick_visits_all_replicas_only_if_something_but_a_group_changed(sync: str, more: dict[str, Any]) -> None:
     """And then at most a constant number of times."""

@@ -512,6 +512,7 @@ def test_a_replica_is_slow_against_the_median_of_the_others(paces: list[float], 
     replicas = small(replicas=len(paces)).state.replicas
     for replica, pace in zip(replicas.by_id.values(), paces, strict=True):
         replica.pace, replica.paced = pace, SAMPLES
+        replicas.compare_pace(replica)
     others = [paces[:place] + paces[place + 1 :] for place in range(len(paces))]
     slow = [id for id, pace in enumerate(paces) if others[id] and pace > factor * median(others[id])]
     assert [replica.id for replica in replicas.slow(factor)] == slow

@@ -46,6 +46,7 @@ from engine.events import (
     StopRequested,
     TimerFired,
 )
+from engine.ids import NO_VERSION
 from engine.policies import PolicySet
 from engine.record.frames import Header, Tick
 from engine.record.reader import read
@@ -415,7 +416,7 @@ def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
         return replicas.for_groups(replica), replicas.freed, list(replicas.unrewarded)
 
     assert figures() == (1, 0, [])
-    assert replicas.newest_version == 0 and replicas.idle([]) == [replica]
+    assert replicas.room_beside([]) == (0, 1) and replicas.room_beside([replica]) == (NO_VERSION, 0)
     orders.note_finished(orders.open("group")[0], replica.samples)
     assert figures() == (2, 1, [0])
     orders.withdraw("group", 0)
