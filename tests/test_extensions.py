@@ -115,13 +115,9 @@ def test_weights_that_only_gpus_receive_cannot_be_inspected() -> None:
         load_config(EXAMPLES / "states" / "before_publication.yaml", nccl)
 
 
-def test_a_module_beside_the_config_is_imported_and_proved(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_beside_the_config_is_imported(config: Callable[..., Path]) -> None:
     module = a_policy("admission", "admit(self, view, legal)", "return min(legal, 3)")
     file = config(module, "policies: {admission: mine}")
-    assert main(["check", str(file)]) == 0
-    assert "ok: 24 simulated runs keep every law under admission mine\n" in capsys.readouterr().out
     loaded = load_config(file)
     assert loaded.run.code_dir == str(file.parent)
     assert parse_config(loaded.model_dump(mode="json")) == loaded, "so it is found again when the run is resumed"
@@ -131,8 +127,6 @@ def test_an_added_state_is_named_in_the_config_and_drawn(
     config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = config(JUDGE, "states: [judged]")
-    assert main(["check", str(file)]) == 0
-    assert "keep every law under state judged" in capsys.readouterr().out
     assert load_config(file).limits.added_states == (AddedState(name="judged", concurrency=5),)
     assert main(["states", str(file), "--format", "table"]) == 0
     drawn = capsys.readouterr().out
@@ -345,7 +339,7 @@ def test_a_run_is_scaled_down_within_the_laws() -> None:
 
 def test_the_example_is_lawful(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLES / "custom_policy.yaml")]) == 0
-    assert "simulated runs keep every law under admission curriculum" in capsys.readouterr().out
+    assert "ok: 24 simulated runs keep every law under admission curriculum\n" in capsys.readouterr().out
 
 
 def test_the_example_widens_as_the_reward_rises() -> None:

@@ -212,7 +212,7 @@ class FullWorld(World):
         return Rollout(generator=generator, evaluator=generator)
 
 
-def seconds(cache_tokens: int, policy: str, steps: int = 20, seed: int = 0) -> float:
+def seconds(cache_tokens: int, policy: str, steps: int = 8, seed: int = 0) -> float:
     """Virtual seconds of a run with one replica of 32 slots, of groups of about 100 tokens."""
     limits = Limits(train_batch_size=16, max_staleness_steps=2, max_concurrent_groups=48, max_steps=steps)
     setting = Setting(

@@ -1,7 +1,6 @@
 """The pictures of the docs that are drawn from simulated runs."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,16 @@ def test_the_picture_of_a_report_is_of_the_present_page() -> None:
     assert drawn_from in (DOCS / "img" / "report.png").read_bytes(), "run python docs/pictures.py, and look at it"
 
 
-def test_help_draws_nothing() -> None:
-    program = [sys.executable, str(DOCS / "pictures.py")]
-    shown = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True).stdout
+def test_help_and_an_unknown_name_draw_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argument, code in (("--help", 0), ("nothing.svg", 2)):
+        monkeypatch.setattr(sys, "argv", ["pictures.py", argument])
+        with pytest.raises(SystemExit) as ended:
+            load().main()
+        assert ended.value.code == code
+    shown = capsys.readouterr().out
     assert "report.png" in shown and "docs/img/" not in shown.partition("options:")[2]
-    assert subprocess.run([*program, "nothing.svg"], capture_output=True, check=False).returncode == 2
 
 
 def test_every_picture_of_the_program_is_on_a_page() -> None:

@@ -183,7 +183,7 @@ def test_capacity_shrinks_as_groups_are_admitted() -> None:
 
 
 def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
-    world = steady_world(batch=4, stale=2, workers=12, steps=300, replicas=4, slots=4)
+    world = steady_world(batch=4, stale=2, workers=12, steps=100, replicas=4, slots=4)
     own, over, failures = registry(world.metrics), threading.Event(), []
 
     def keep_scraping() -> None:
