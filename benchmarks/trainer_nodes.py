@@ -80,7 +80,7 @@ def on_nodes(path: str, given: argparse.Namespace, saved: str) -> tuple[float, b
     """The seconds of a step, whether the ranks then began again with published weights, and the number of nodes. Leaves
     a checkpoint after the first step."""
     group = placement_group([{"CPU": NODE_CPU}] * given.nodes, strategy="STRICT_SPREAD")
-    packed = PackedPlan(os.getcwd(), tuple(sys.path), b"", "", False, 0.0, None)
+    packed = PackedPlan(os.getcwd(), tuple(sys.path), b"", "", 0.0, None)
 
     def train() -> tuple[float, bool]:
         packed.enter()

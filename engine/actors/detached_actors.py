@@ -42,8 +42,6 @@ class PackedPlan:
     data: bytes
     launch: str
     """Prefix of the names of this launch's actors, unique to it."""
-    detached: bool
-    """Whether the other actors survive the scheduler's process, so that a restarted scheduler can take them over."""
     orphan_s: float
     """Seconds after which they end if the scheduler is not restarted."""
     run_dir: Path | None
@@ -56,8 +54,13 @@ class PackedPlan:
         path = tuple(os.path.abspath(place) for place in sys.path)
         launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
         run_dir = None if plan.run_dir is None else plan.run_dir.absolute()
-        data, detached = cloudpickle.dumps(plan), plan.run_dir is not None
-        return cls(os.getcwd(), path, data, launch, detached, plan.orphan_s, run_dir, bool(plan.guests))
+        return cls(os.getcwd(), path, cloudpickle.dumps(plan), launch, plan.orphan_s, run_dir, bool(plan.guests))
+
+    @property
+    def detached(self) -> bool:
+        """Whether the other actors survive the scheduler's process, so that a restarted scheduler can take them
+        over."""
+        return self.run_dir is not None
 
     def register_stacks(self, name: str) -> None:
         """Register the file for the stacks, in an actor that does not call `prepare_process`."""

@@ -30,7 +30,7 @@ def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store(directory: Path, **policy: Any) -> TrajectoryStoreActor:
-    alone = PackedPlan(directory="", path=(), data=b"", launch="", detached=False, orphan_s=0.0, run_dir=None)
+    alone = PackedPlan(directory="", path=(), data=b"", launch="", orphan_s=0.0, run_dir=None)
     return TrajectoryStoreActor(alone, None, directory, StorePolicy(**policy))
 
 
