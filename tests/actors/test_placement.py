@@ -54,7 +54,7 @@ def test_ranks_of_two_nodes_have_two_gpus_on_each(cluster_of_gpus: ProcessPoolEx
     assert free == GPUS, "the ranks of the other node end with the trainer"
 
 
-def test_ranks_and_the_replicas_of_their_pool_have_the_same_gpus_also_in_their_next_lives(
+def test_ranks_and_replicas_of_their_pool_have_the_same_gpus_in_later_lives_too(
     cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     outcome, places, visible, free = cluster_of_gpus.submit(in_turns, tmp_path).result()

@@ -407,7 +407,7 @@ def test_a_rank_that_fails_where_the_other_does_not_spoils_the_trainer(of_ranks:
         assert alive(trainer.pids) == []
 
 
-def test_ranks_that_take_turns_with_replicas_compute_nothing_until_they_come_to_their_device(
+def test_ranks_that_take_turns_compute_nothing_before_they_are_on_their_device(
     of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path
 ) -> None:
     """Also if they begin with a checkpoint, as those of a restarted trainer do."""
