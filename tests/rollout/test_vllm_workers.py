@@ -1,5 +1,6 @@
-"""One vLLM engine with several workers: tensor parallelism, and data parallelism (two engine processes). The model has
-experts, which vLLM keeps in another form than files have them.
+"""One vLLM engine with several workers: tensor parallelism, and data parallelism (two engine processes). The model of
+the first has experts, which vLLM keeps in another form than files have them. On CPUs, data-parallel engines with
+experts must run batches of one size, which depends on when requests arrive.
 
 Each kind starts once for all tests. The second one takes long, so `make torture` runs it.
 """
@@ -25,6 +26,7 @@ from engine.rollout.vllm.weight_checks import checksum, differing, not_loaded
 
 pytestmark = pytest.mark.timeout(600)
 require_vllm()
+FAMILIES = {"tensor": "qwen3-moe", "data": "qwen2-untied"}
 KINDS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     "data": {"data_parallel_size": 2, "distributed_executor_backend": "mp"},
@@ -35,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_backend, "all_engine_args", faulty_arguments)
-        backend = vllm_engines.start(model_of(0), engine_args=ENGINE_ARGS | KINDS[request.param])
+        backend = vllm_engines.start(model_of(request.param, 0), engine_args=ENGINE_ARGS | KINDS[request.param])
     backend.kind = request.param
     yield backend
     run(backend.close())
@@ -50,14 +52,14 @@ def set_faults(engine: Any, *faults: str) -> None:
     (Path(engine._engine.model_config.model) / "fault").write_text("\n".join(faults))
 
 
-def model_of(version: int) -> Any:
-    return build("qwen3-moe", version, **WIDE | {"num_key_value_heads": 2})
+def model_of(kind: str, version: int) -> Any:
+    return build(FAMILIES[kind], version, **WIDE | {"num_key_value_heads": 2})
 
 
 async def assert_sampled(engine: Any, version: int) -> None:
     """Every worker samples with the weights of a version: data parallelism gives requests to its engines in turn."""
     for result in await asyncio.gather(*(engine.sample(greedy(f"{index}")) for index in range(4))):
-        assert_samples(model_of(version), result)
+        assert_samples(model_of(engine.kind, version), result)
 
 
 async def install(engine: Any, version: int, weights: Any) -> None:
@@ -73,7 +75,7 @@ def test_an_install_reaches_every_worker(engine: Any) -> None:
     async def scenario() -> None:
         new = engine.version + 1
         await assert_sampled(engine, engine.version)
-        await install(engine, new, model_of(new).state_dict())
+        await install(engine, new, model_of(engine.kind, new).state_dict())
         await assert_sampled(engine, new)
 
     run(scenario())
@@ -81,7 +83,6 @@ def test_an_install_reaches_every_worker(engine: Any) -> None:
 
 @pytest.mark.long
 def test_requests_of_a_session_go_to_the_engine_that_has_their_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model without experts: engines with experts must run batches of one size on CPUs."""
     engine = vllm_engines.start(build("qwen2", **WIDE), engine_args=ENGINE_ARGS | KINDS["data"])
     cached: dict[str, int] = {}
     generate = engine._engine.generate
@@ -139,7 +140,7 @@ def test_an_install_that_fails_in_the_second_worker_leaves_the_old_weights(engin
         old, new = engine.version, engine.version + 1
         set_faults(engine, what)
         with pytest.raises(EngineError, match=f"version {new} could not be installed: {FAULTS[what]}$"):
-            await install(engine, new, model_of(new).state_dict())
+            await install(engine, new, model_of(engine.kind, new).state_dict())
         await assert_sampled(engine, old)
 
     run(scenario())
@@ -163,9 +164,9 @@ def test_a_checked_install_fails_if_the_second_worker_holds_other_weights(
         with pytest.raises(
             EngineError, match=f": worker 1: RuntimeError: 1 tensor differs from the published weights: {name}$"
         ):
-            await install(engine, new, model_of(new).state_dict())
+            await install(engine, new, model_of(engine.kind, new).state_dict())
         await assert_sampled(engine, old)
-        await install(engine, new, model_of(new).state_dict())
+        await install(engine, new, model_of(engine.kind, new).state_dict())
         await assert_sampled(engine, new)
 
     run(scenario())
@@ -176,7 +177,7 @@ def test_a_server_learns_of_a_failure_in_its_second_worker(engine: Any) -> None:
 
     async def scenario() -> None:
         new = engine.version + 1
-        await engine.stage(new, model_of(new).state_dict())
+        await engine.stage(new, model_of(engine.kind, new).state_dict())
         await engine.pause("abort")
         set_faults(engine, "fail")
         given = (str(engine._area.directory(new)), engine._area.tensors.aliases, 60.0)
