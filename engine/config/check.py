@@ -9,6 +9,7 @@ from engine.config.custom_classes import check_custom_classes, custom_lines
 from engine.config.deterministic import remarks
 from engine.config.gpus import divide_gpus, needs_of
 from engine.config.hardware import gpu_count, gpus_of_their_own
+from engine.config.paths import paths_in
 from engine.config.pools import layout, surprises
 from engine.config.reports import missing_package
 from engine.config.schema import Config
@@ -16,6 +17,7 @@ from engine.errors import ConfigError, counted
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
+from engine.tasks.hub_files import HUB, names_commit
 from engine.training.custom_functions import is_custom
 
 
@@ -168,6 +170,9 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         )
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
+    for address in dict.fromkeys(paths_in(config.model_dump(mode="json"))):
+        if address.startswith(HUB) and not names_commit(address):
+            yield f"{address} names no commit: an upload to this dataset changes the rows of a run that goes on"
     if not config.held_out:
         yield "no data.validation_path: the run does not validate"
     if len(config.reward.names) > 1 and not config.reward.correct_names:

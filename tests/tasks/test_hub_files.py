@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.check import check_config
 from engine.config.loading import load_config
 from engine.errors import ConfigError
 from engine.tasks.data_files import files_of
@@ -36,7 +37,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def _answer(self) -> bytes:
         place = self.path.partition("?")[0]
-        if place in (f"/api/datasets/owner/name/{of}" for of in ("", "revision/main", "revision/v1")):
+        if place in (
+            f"/api/datasets/owner/name/{of}" for of in ("", "revision/main", "revision/v1", "revision/refs%2Fpr%2F1")
+        ):
             return self._send(json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": []}).encode())
         if place == f"/api/datasets/owner/name/tree/{COMMIT}":
             tree = [
@@ -81,9 +84,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
     thread.join()
 
 
-@pytest.mark.parametrize("revision", ["", "@v1", f"@{COMMIT}"])
-def test_files_on_the_hub_are_those_that_the_glob_matches(hub: ThreadingHTTPServer, revision: str) -> None:
-    data = Dataset.load(TRAIN.replace("name/", f"name{revision}/"))
+@pytest.mark.parametrize("files", ["main/train-*.jsonl", "main/**/train-*.jsonl"])
+@pytest.mark.parametrize("revision", ["", "@v1", f"@{COMMIT}", "@refs/pr/1"])
+def test_files_on_the_hub_are_those_that_the_glob_matches(hub: ThreadingHTTPServer, revision: str, files: str) -> None:
+    data = Dataset.load(f"hf://datasets/owner/name{revision}/{files}")
     assert [prompt.text for prompt in data.prompts()] == ["one", "two"]
 
 
@@ -100,11 +104,11 @@ def test_files_from_the_hub_are_found_again_without_it(
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("hf://datasets/owner/name", "is no address of files on the hub"),
-        ("hf://models/owner/name/train.jsonl", "is no address of files on the hub"),
+        ("hf://datasets/owner/name", "is not an address of dataset files on the hub"),
+        ("hf://models/owner/name/train.jsonl", "is not an address of dataset files on the hub"),
         ("hf://datasets/another/name/train.jsonl", r"the hub refuses this dataset \(HTTP 404\)"),
-        ("hf://datasets/owner/name/main/trian-*.jsonl", "matches no file"),
-        ("hf://datasets/owner/name/main/trian-0.jsonl", "does not exist"),
+        ("hf://datasets/owner/name/main/trian-*.jsonl", r"hf://.*trian-\*.* matches no file of the dataset"),
+        ("hf://datasets/owner/name/main/trian-0.jsonl", "matches no file of the dataset"),
     ],
 )
 def test_a_wrong_address_on_the_hub_is_refused(hub: ThreadingHTTPServer, address: str, said: str) -> None:
@@ -115,3 +119,5 @@ def test_a_wrong_address_on_the_hub_is_refused(hub: ThreadingHTTPServer, address
 def test_an_address_on_the_hub_stays_as_it_is_in_a_configuration() -> None:
     config = load_config("configs/gpu_1.yaml")
     assert config.data.path == "hf://datasets/openai/gsm8k/main/train-*.parquet"
+    notes = [line for line in check_config(config) if "names no commit" in line]
+    assert len(notes) == 2, "one for training prompts, one for validation"
