@@ -8,14 +8,14 @@ A tag identifies its class in the record. Never reuse a tag. Never reorder the f
 end.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct
 
 from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(Struct, frozen=True, kw_only=True, gc=False):
     """Base of all commands. `cause`: id of the event that caused it; in the record, the event of the same frame. The
     scheduler sets it and the `number` of an order as it gives the command."""
 
@@ -23,8 +23,7 @@ class Command:
     cause: EventId = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCommand(Command):
+class GroupCommand(Command, frozen=True, kw_only=True):
     """Base of orders about an attempt of a group on a life of a replica."""
 
     group: GroupId
@@ -33,8 +32,7 @@ class GroupCommand(Command):
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawPrompts(Command):
+class DrawPrompts(Command, frozen=True, kw_only=True):
     """Draw up to `count` prompts from the data source, beginning with prompt `first` → `PromptsDrawn` or `DrawFailed`.
     `number` counts the draws."""
 
@@ -44,8 +42,7 @@ class DrawPrompts(Command):
     number: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartGroup(GroupCommand):
+class StartGroup(GroupCommand, frozen=True, kw_only=True):
     """Generate a group from its prompt, without prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
     tag: ClassVar[int] = 2
@@ -55,8 +52,7 @@ class StartGroup(GroupCommand):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeGroup(GroupCommand):
+class ResumeGroup(GroupCommand, frozen=True, kw_only=True):
     """Continue a group from its stored prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`.
 
     `truncate`: generate nothing more and finish it with its prefixes."""
@@ -69,8 +65,7 @@ class ResumeGroup(GroupCommand):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortGroup(GroupCommand):
+class AbortGroup(GroupCommand, frozen=True, kw_only=True):
     """Stop generating a group and discard its tokens → `OrderDone`."""
 
     tag: ClassVar[int] = 4
@@ -78,15 +73,13 @@ class AbortGroup(GroupCommand):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TruncateGroup(GroupCommand):
+class TruncateGroup(GroupCommand, frozen=True, kw_only=True):
     """Finish a running group with the tokens that it has → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
     tag: ClassVar[int] = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiscardGroups(Command):
+class DiscardGroups(Command, frozen=True, kw_only=True):
     """Delete the trajectories of groups that are no longer needed → `OrderDone`."""
 
     tag: ClassVar[int] = 6
@@ -95,8 +88,7 @@ class DiscardGroups(Command):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageWeights(Command):
+class StageWeights(Command, frozen=True, kw_only=True):
     """Copy a weights version into the replica's host memory while it generates → `WeightsStaged` or `SyncFailed`.
 
     This begins a sync. `attempt` numbers the syncs of a replica; the pause, install and resume of the same sync repeat
@@ -110,8 +102,7 @@ class StageWeights(Command):
     version: Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseReplica(Command):
+class PauseReplica(Command, frozen=True, kw_only=True):
     """Stop sampling → `ReplicaPaused` or `SyncFailed`.
 
     `mode` says what happens to running requests: `keep` freezes them, `abort` aborts them, `wait` lets them finish, and
@@ -125,8 +116,7 @@ class PauseReplica(Command):
     mode: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstallWeights(Command):
+class InstallWeights(Command, frozen=True, kw_only=True):
     """Replace the weights of a paused replica with the staged version → `WeightsInstalled` or `SyncFailed`."""
 
     tag: ClassVar[int] = 9
@@ -136,8 +126,7 @@ class InstallWeights(Command):
     version: Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeReplica(Command):
+class ResumeReplica(Command, frozen=True, kw_only=True):
     """Sample again after a pause → `OrderDone`."""
 
     tag: ClassVar[int] = 10
@@ -148,8 +137,7 @@ class ResumeReplica(Command):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopProcess(Command):
+class StopProcess(Command, frozen=True, kw_only=True):
     """Stop a process → `ProcessLost`. `kind` and `index` name it, as in `states/process.py`."""
 
     tag: ClassVar[int] = 11
@@ -161,8 +149,7 @@ class StopProcess(Command):
     """The process exceeded a time limit: write the stacks of its threads first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetireWeights(Command):
+class RetireWeights(Command, frozen=True, kw_only=True):
     """Delete a version that is no longer needed from the weights store → `OrderDone`."""
 
     tag: ClassVar[int] = 12
@@ -171,8 +158,7 @@ class RetireWeights(Command):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreBatch(Command):
+class ScoreBatch(Command, frozen=True, kw_only=True):
     """Run a scoring task on the batch of a step → `BatchScored` or `StepFailed`."""
 
     tag: ClassVar[int] = 13
@@ -184,8 +170,7 @@ class ScoreBatch(Command):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainStep(Command):
+class TrainStep(Command, frozen=True, kw_only=True):
     """Train on a batch → `StepTrained` or `StepFailed`. `staleness[i]`: staleness of `groups[i]`, in train steps."""
 
     tag: ClassVar[int] = 14
@@ -197,8 +182,7 @@ class TrainStep(Command):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishWeights(Command):
+class PublishWeights(Command, frozen=True, kw_only=True):
     """Put the trainer's weights into the weights store as `version` → `WeightsPublished` or `PublishFailed`.
 
     `steps`: train steps in these weights."""
@@ -211,8 +195,7 @@ class PublishWeights(Command):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveCheckpoint(Command):
+class SaveCheckpoint(Command, frozen=True, kw_only=True):
     """Save the trainer's state after `steps` train steps → `CheckpointSaved` or `CheckpointFailed`."""
 
     tag: ClassVar[int] = 16
@@ -221,8 +204,7 @@ class SaveCheckpoint(Command):
     """Its number in the order book; `OrderProgressed` repeats it. A new attempt has a new number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteCheckpoint(Command):
+class DeleteCheckpoint(Command, frozen=True, kw_only=True):
     """Delete the checkpoint after `steps` train steps → `OrderDone`."""
 
     tag: ClassVar[int] = 50
@@ -231,8 +213,7 @@ class DeleteCheckpoint(Command):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer(Command):
+class SetTimer(Command, frozen=True, kw_only=True):
     """Fire after `delay_s` seconds → `TimerFired`. `name` says what the timer is for; a newer one with the same name
     replaces it."""
 
@@ -243,8 +224,7 @@ class SetTimer(Command):
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelTimer(Command):
+class CancelTimer(Command, frozen=True, kw_only=True):
     """Cancel a timer. Needs no answer."""
 
     tag: ClassVar[int] = 18
@@ -252,8 +232,7 @@ class CancelTimer(Command):
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishRun(Command):
+class FinishRun(Command, frozen=True, kw_only=True):
     """End the run. `outcome`: `finished`, `stopped` or `failed`; the last two can be resumed. Needs no answer."""
 
     tag: ClassVar[int] = 19
@@ -270,8 +249,7 @@ class FinishRun(Command):
         return "drained" if self.drained else self.outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureRows(Command):
+class MeasureRows(Command, frozen=True, kw_only=True):
     """Measure `count` validation rows, beginning with row `first` → `RowsMeasured` or `RowsFailed`.
 
     `version`: weights version that the replica has and must measure with."""
@@ -289,8 +267,7 @@ class MeasureRows(Command):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopMeasuring(Command):
+class StopMeasuring(Command, frozen=True, kw_only=True):
     """Stop measuring the rows of a validation on a replica → `OrderDone`."""
 
     tag: ClassVar[int] = 31
@@ -301,8 +278,7 @@ class StopMeasuring(Command):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnterState(Command):
+class EnterState(Command, frozen=True, kw_only=True):
     """Run the work of an added state on a group in the trajectory store → `StateLeft` or `StateFailed`."""
 
     tag: ClassVar[int] = 32
@@ -311,8 +287,7 @@ class EnterState(Command):
     state: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectStep(Command):
+class InspectStep(Command, frozen=True, kw_only=True):
     """Run the work of an added state of train steps → `StepInspected` or `InspectionFailed`.
 
     It inspects the batch of `step` before it is trained, or, with a `version`, these weights in their store before
@@ -328,8 +303,7 @@ class InspectStep(Command):
     staleness: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParkGroup(GroupCommand):
+class ParkGroup(GroupCommand, frozen=True, kw_only=True):
     """Stop a running group and store its tokens → `GroupAborted`, or `GroupGenerated` or `GroupFailed` if it ended."""
 
     tag: ClassVar[int] = 33
@@ -337,8 +311,7 @@ class ParkGroup(GroupCommand):
     """Why the group is charged one attempt. Empty: it is not charged, and a faster replica continues it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartProcess(Command):
+class StartProcess(Command, frozen=True, kw_only=True):
     """Start a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and incarnation."""
 
     tag: ClassVar[int] = 34
@@ -360,8 +333,7 @@ class StartProcess(Command):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeProcess(Command):
+class ProbeProcess(Command, frozen=True, kw_only=True):
     """An order is overdue: ask a process what it waits for → `ProcessProbed`. A hung process cannot answer."""
 
     tag: ClassVar[int] = 51

@@ -8,15 +8,19 @@ A tag identifies its class in the record. Never reuse a tag. Never reorder the f
 end.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Base of all events. The driver sets `id`, the position in the record, and `at`, seconds since the run began."""
+class Event(Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all events. The driver sets `id`, the position in the record, and `at`, seconds since the run began.
+
+    Garbage collection may skip events, because their fields are plain values, never objects that refer to each other.
+    """
 
     tag: ClassVar[int] = 0
     id: EventId = -1
@@ -25,12 +29,11 @@ class Event:
 
 def stamp(event: Event, id: EventId, at: float) -> None:
     """Set the position and the time of a new event. Only the driver calls it, before anyone reads the event."""
-    object.__setattr__(event, "id", id)
-    object.__setattr__(event, "at", at)
+    force_setattr(event, "id", id)
+    force_setattr(event, "at", at)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEvent(Event):
+class GroupEvent(Event, frozen=True, kw_only=True):
     """Base of events about an attempt of a group, and the life of the replica that it ran on."""
 
     group: GroupId
@@ -39,8 +42,7 @@ class GroupEvent(Event):
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessEvent(Event):
+class ProcessEvent(Event, frozen=True, kw_only=True):
     """Base of events about a life of a process. `kind` and `index` name it, as in `states/process.py`."""
 
     kind: str
@@ -48,8 +50,7 @@ class ProcessEvent(Event):
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncEvent(Event):
+class SyncEvent(Event, frozen=True, kw_only=True):
     """Base of answers to an order of a sync. `attempt` is that of the `StageWeights` order."""
 
     replica: ReplicaId
@@ -57,8 +58,7 @@ class SyncEvent(Event):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStarted(Event):
+class RunStarted(Event, frozen=True, kw_only=True):
     """The run began, and prompts may be drawn. The first event of every record."""
 
     tag: ClassVar[int] = 1
@@ -66,8 +66,7 @@ class RunStarted(Event):
     """Number of replicas to start, with ids from 0. Replicas reserved for validation have the highest ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsDrawn(Event):
+class PromptsDrawn(Event, frozen=True, kw_only=True):
     """The data source drew `count` prompts, for groups with ids from `first`. `number`: as in `DrawPrompts`.
 
     `exhausted`: the source has no more prompts.
@@ -82,8 +81,7 @@ class PromptsDrawn(Event):
     """What policies see of each prompt, as a JSON list; empty if no added state before generation asks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupGenerated(GroupEvent):
+class GroupGenerated(GroupEvent, frozen=True, kw_only=True):
     """A replica finished every trajectory of a group and, unless an added state computes them, its rewards."""
 
     tag: ClassVar[int] = 3
@@ -100,8 +98,7 @@ class GroupGenerated(GroupEvent):
     """What policies see of the group, as JSON (`workers.group_reports.describe`); empty if none of the run asks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAborted(GroupEvent):
+class GroupAborted(GroupEvent, frozen=True, kw_only=True):
     """A group stopped before its end. Its finished trajectories and prefixes are in the trajectory store."""
 
     tag: ClassVar[int] = 4
@@ -112,8 +109,7 @@ class GroupAborted(GroupEvent):
     """Number of trajectories that have not ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFailed(GroupEvent):
+class GroupFailed(GroupEvent, frozen=True, kw_only=True):
     """An attempt to generate a group failed. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
     tag: ClassVar[int] = 5
@@ -121,8 +117,7 @@ class GroupFailed(GroupEvent):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessUp(ProcessEvent):
+class ProcessUp(ProcessEvent, frozen=True, kw_only=True):
     """A process started and can execute orders."""
 
     tag: ClassVar[int] = 6
@@ -134,8 +129,7 @@ class ProcessUp(ProcessEvent):
     """Replica only: the weights version that it has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLost(ProcessEvent):
+class ProcessLost(ProcessEvent, frozen=True, kw_only=True):
     """A process ended, or could not be started. Data that it had not stored is lost."""
 
     tag: ClassVar[int] = 7
@@ -148,31 +142,27 @@ class ProcessLost(ProcessEvent):
     """Trainer only: train steps in each complete checkpoint whose `CheckpointSaved` was lost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsStaged(SyncEvent):
+class WeightsStaged(SyncEvent, frozen=True, kw_only=True):
     """A weights version is in the replica's host memory."""
 
     tag: ClassVar[int] = 8
     version: Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPaused(SyncEvent):
+class ReplicaPaused(SyncEvent, frozen=True, kw_only=True):
     """The replica stopped sampling until a `ResumeReplica`. It has reported every group that the pause aborted."""
 
     tag: ClassVar[int] = 9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsInstalled(SyncEvent):
+class WeightsInstalled(SyncEvent, frozen=True, kw_only=True):
     """The replica has weights version `version` and samples its next token from it."""
 
     tag: ClassVar[int] = 10
     version: Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncFailed(SyncEvent):
+class SyncFailed(SyncEvent, frozen=True, kw_only=True):
     """Staging, pausing or installing failed. The replica still has its old weights."""
 
     tag: ClassVar[int] = 11
@@ -180,8 +170,7 @@ class SyncFailed(SyncEvent):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchScored(Event):
+class BatchScored(Event, frozen=True, kw_only=True):
     """A scoring task, such as reference log-probs, finished for the batch of a step."""
 
     tag: ClassVar[int] = 12
@@ -190,8 +179,7 @@ class BatchScored(Event):
     task: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTrained(Event):
+class StepTrained(Event, frozen=True, kw_only=True):
     """The trainer finished a train step. `updates`: number of optimizer updates in it."""
 
     tag: ClassVar[int] = 13
@@ -200,8 +188,7 @@ class StepTrained(Event):
     updates: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailed(Event):
+class StepFailed(Event, frozen=True, kw_only=True):
     """Scoring or training failed. The trainer's weights are those from before the step."""
 
     tag: ClassVar[int] = 14
@@ -210,8 +197,7 @@ class StepFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsPublished(Event):
+class WeightsPublished(Event, frozen=True, kw_only=True):
     """A weights version is in the weights store. The trainer may change its own copy again."""
 
     tag: ClassVar[int] = 15
@@ -219,8 +205,7 @@ class WeightsPublished(Event):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishFailed(Event):
+class PublishFailed(Event, frozen=True, kw_only=True):
     """A weights version did not reach the weights store."""
 
     tag: ClassVar[int] = 16
@@ -229,16 +214,14 @@ class PublishFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, frozen=True, kw_only=True):
     """The checkpoint after `steps` train steps is complete on disk."""
 
     tag: ClassVar[int] = 17
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, frozen=True, kw_only=True):
     """The checkpoint after `steps` train steps could not be written. The run continues without it, unless it is the
     last."""
 
@@ -247,24 +230,21 @@ class CheckpointFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired(Event):
+class TimerFired(Event, frozen=True, kw_only=True):
     """The delay of a `SetTimer` has passed."""
 
     tag: ClassVar[int] = 19
     timer: TimerId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequested(Event):
+class StopRequested(Event, frozen=True, kw_only=True):
     """A user or a signal asked the run to stop at once. It can be resumed."""
 
     tag: ClassVar[int] = 20
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStored(GroupEvent):
+class PrefixStored(GroupEvent, frozen=True, kw_only=True):
     """The tokens of a running group so far are in the trajectory store. If its replica dies, it resumes from them."""
 
     tag: ClassVar[int] = 21
@@ -274,8 +254,7 @@ class PrefixStored(GroupEvent):
     unfinished: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderProgressed(Event):
+class OrderProgressed(Event, frozen=True, kw_only=True):
     """A process has made progress on an open order since the last report. This restarts the time limit of the order."""
 
     tag: ClassVar[int] = 54
@@ -289,8 +268,7 @@ NO_ANSWER = 0
 """Stands for the answer of a response from which none could be extracted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsMeasured(Event):
+class RowsMeasured(Event, frozen=True, kw_only=True):
     """A replica measured a chunk of validation rows, every row with weights version `version`."""
 
     tag: ClassVar[int] = 30
@@ -319,8 +297,7 @@ class RowsMeasured(Event):
     part_values: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsFailed(Event):
+class RowsFailed(Event, frozen=True, kw_only=True):
     """A replica could not measure a chunk of validation rows."""
 
     tag: ClassVar[int] = 31
@@ -332,8 +309,7 @@ class RowsFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResumed(Event):
+class RunResumed(Event, frozen=True, kw_only=True):
     """New processes resumed the run from the weights after `steps` train steps; 0 means the initial weights.
 
     With `kept`, only running work is lost. Otherwise the run branches: train steps after `steps` are discarded, and the
@@ -357,8 +333,7 @@ class RunResumed(Event):
     """With `kept`: train steps in the checkpoint that the trainer loaded. Its `CheckpointSaved` may have been lost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateLeft(Event):
+class StateLeft(Event, frozen=True, kw_only=True):
     """An added state finished its work on a group. The result is in the trajectory store."""
 
     tag: ClassVar[int] = 32
@@ -372,8 +347,7 @@ class StateLeft(Event):
     described: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateFailed(Event):
+class StateFailed(Event, frozen=True, kw_only=True):
     """An added state failed on a group. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
     tag: ClassVar[int] = 33
@@ -384,8 +358,7 @@ class StateFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInspected(Event):
+class StepInspected(Event, frozen=True, kw_only=True):
     """An added state of train steps has inspected a batch or, with a `version`, these weights."""
 
     tag: ClassVar[int] = 55
@@ -397,8 +370,7 @@ class StepInspected(Event):
     """Why it refuses them, which ends the run; empty: they pass."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectionFailed(Event):
+class InspectionFailed(Event, frozen=True, kw_only=True):
     """An added state of train steps could not decide about a batch or about weights."""
 
     tag: ClassVar[int] = 56
@@ -409,23 +381,20 @@ class InspectionFailed(Event):
     version: Version = NO_VERSION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerRecovered(Event):
+class SchedulerRecovered(Event, frozen=True, kw_only=True):
     """A restarted scheduler recovered its state from the record. It reissues every open order."""
 
     tag: ClassVar[int] = 34
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequested(Event):
+class DrainRequested(Event, frozen=True, kw_only=True):
     """A user or a signal asked for a drain: park running groups, train the formed batch, save a checkpoint, stop."""
 
     tag: ClassVar[int] = 35
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLeaves(Event):
+class ReplicaLeaves(Event, frozen=True, kw_only=True):
     """A replica will be taken away, for example a spot instance. Its groups continue on other replicas."""
 
     tag: ClassVar[int] = 36
@@ -434,16 +403,14 @@ class ReplicaLeaves(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasWanted(Event):
+class ReplicasWanted(Event, frozen=True, kw_only=True):
     """A user asked for `replicas` generating replicas, those with ids from 0 to `replicas` - 1."""
 
     tag: ClassVar[int] = 37
     replicas: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingChanged(Event):
+class SettingChanged(Event, frozen=True, kw_only=True):
     """A user changed a live setting. `scheduling/settings.py` lists the settings and their allowed values."""
 
     tag: ClassVar[int] = 38
@@ -451,16 +418,14 @@ class SettingChanged(Event):
     value: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderDone(Event):
+class OrderDone(Event, frozen=True, kw_only=True):
     """Acknowledges executed orders that return no data. `orders` holds their numbers."""
 
     tag: ClassVar[int] = 39
     orders: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawFailed(Event):
+class DrawFailed(Event, frozen=True, kw_only=True):
     """The data source raised, or drew an invalid number of prompts. `number`: as in `DrawPrompts`."""
 
     tag: ClassVar[int] = 40
@@ -468,16 +433,14 @@ class DrawFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessWaits(ProcessEvent):
+class ProcessWaits(ProcessEvent, frozen=True, kw_only=True):
     """A process waits until the cluster has room for it. An empty `reason`: it has room now."""
 
     tag: ClassVar[int] = 43
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInterrupted(Event):
+class RunInterrupted(Event, frozen=True, kw_only=True):
     """The previous launch failed: its scheduler ended for good, or an automatic resume could not start."""
 
     tag: ClassVar[int] = 44
@@ -486,8 +449,7 @@ class RunInterrupted(Event):
     """True: a launch failed. False: the scheduler ended, which changes nothing if the run is already starting again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointDamaged(Event):
+class CheckpointDamaged(Event, frozen=True, kw_only=True):
     """The checkpoint after `steps` train steps is damaged and will not be used.
 
     Reported only while no trainer runs."""
@@ -497,8 +459,7 @@ class CheckpointDamaged(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessProbed(ProcessEvent):
+class ProcessProbed(ProcessEvent, frozen=True, kw_only=True):
     """A process answered a `ProbeProcess`: its event loop runs, though its computation may hang."""
 
     tag: ClassVar[int] = 51
@@ -507,8 +468,7 @@ class ProcessProbed(ProcessEvent):
     """Name of the process that it has waited for longest, such as `weights store`; empty if it waits for none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallsMeasured(ProcessEvent):
+class CallsMeasured(ProcessEvent, frozen=True, kw_only=True):
     """A process measured its calls of one of the user's functions, such as a reward. Sent while groups wait for it."""
 
     tag: ClassVar[int] = 53
@@ -530,8 +490,7 @@ class CallsMeasured(ProcessEvent):
     """Seconds since the start of the oldest running call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMeasured(ProcessEvent):
+class CacheMeasured(ProcessEvent, frozen=True, kw_only=True):
     """A replica measured its KV cache. Sent while groups run, if the run's concurrency policy uses it."""
 
     tag: ClassVar[int] = 57

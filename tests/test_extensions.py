@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from msgspec import structs
 
 from engine import policies
 from engine.cli import main
@@ -351,7 +352,7 @@ def test_the_example_widens_as_the_reward_rises() -> None:
     for reward in (0.2, 0.2, 0.31, 0.1, 0.42):
         widths.append(len(run.running()))
         for id in run.running()[:2]:
-            run.tell(replace(run.generated(id), reward_mean=reward))
+            run.tell(structs.replace(run.generated(id), reward_mean=reward))
         run.train()
         run.publish()
         run.install()

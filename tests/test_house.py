@@ -538,7 +538,7 @@ def order_rows() -> list[str]:
         commands = list(alike)
         withdraws = f" (withdraws: {', '.join(relation.withdraws)})" if relation.withdraws else ""
         key = f"{relation.subject} ({', '.join(relation.id)})" if relation.id else relation.subject
-        names_a_field = all(relation.owner in command.__dataclass_fields__ for command in commands)
+        names_a_field = all(relation.owner in command.__struct_fields__ for command in commands)
         owner = f"`{relation.owner}`" if names_a_field else relation.owner
         reports = f"; reports: {_named(relation.reports)}" if relation.reports else ""
         cells = (

@@ -62,7 +62,7 @@ class Facts:
                 self.staleness.update(command.staleness)
 
     def _add_numbers(self, item: Event | Command) -> None:
-        for name, target in _numbers_of(type(item)):  # type: ignore[arg-type]
+        for name, target in _numbers_of(type(item)):
             getattr(self, target).add(getattr(item, name))
         if isinstance(item, PromptsDrawn):
             self.groups.update(range(item.first, item.first + item.count))
@@ -76,8 +76,7 @@ class Facts:
 @cache
 def _numbers_of(cls: type[Event | Command]) -> tuple[tuple[str, str], ...]:
     """(field, field of `Facts`) of each field of an event or command that numbers a subject."""
-    names = {field.name for field in fields(cls)}
-    return tuple((name, target) for name, target in NUMBERS.items() if name in names)
+    return tuple((name, target) for name, target in NUMBERS.items() if name in cls.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)

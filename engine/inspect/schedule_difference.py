@@ -6,7 +6,7 @@ or another engine version.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -82,9 +82,9 @@ def _first(
     for place, (mine, theirs) in enumerate(zip_longest(left, right)):
         if mine is None or theirs is None or type(mine) is not type(theirs):
             return place, "", (_text(mine), _text(theirs))
-        for field in fields(mine):
-            if field.name not in NOT_COMPARED and getattr(mine, field.name) != getattr(theirs, field.name):
-                return place, field.name, (worded(mine), worded(theirs))
+        for name in mine.__struct_fields__:
+            if name not in NOT_COMPARED and getattr(mine, name) != getattr(theirs, name):
+                return place, name, (worded(mine), worded(theirs))
     return None
 
 

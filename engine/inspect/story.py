@@ -6,7 +6,7 @@ caused a command that names it, or concerns the replica that it runs on or the s
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from engine.commands import Command, ResumeGroup, ScoreBatch, StartGroup, TrainStep
@@ -41,7 +41,7 @@ SHOWN = 8
 def worded(item: Event | Command, without: tuple[str, ...] = ()) -> str:
     """`StartGroup(group=3, attempt=1, ...)`, without id, time and cause. Long tuples are cut."""
     left_out = (*(("id", "at") if isinstance(item, Event) else ("cause",)), *without)
-    parts = [f"{f.name}={_value(getattr(item, f.name))}" for f in fields(item) if f.name not in left_out]
+    parts = [f"{name}={_value(getattr(item, name))}" for name in item.__struct_fields__ if name not in left_out]
     return f"{type(item).__name__}({', '.join(parts)})"
 
 

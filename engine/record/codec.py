@@ -16,7 +16,6 @@ Once the format is released, a tag is never reused, fields are added only at the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from math import isfinite
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
@@ -169,7 +168,7 @@ class Shape(Generic[T]):
         self.cls = cls
         self.name = cls.__name__
         self.tag: int = cls.tag  # type: ignore[attr-defined]
-        self.fields = tuple(f.name for f in fields(cls) if f.name not in outer)  # type: ignore[arg-type]
+        self.fields = tuple(name for name in cls.__struct_fields__ if name not in outer)  # type: ignore[attr-defined]
         for field in self.fields:
             if hints[field] not in KINDS:
                 raise TypeError(f"{self.name}.{field}: the record cannot hold the type {hints[field]}")
@@ -180,8 +179,7 @@ class Shape(Generic[T]):
         self._values = _values_of(self.fields)
         self._ints = tuple(place for place, kind in enumerate(self.kinds) if kind.cls is int)
         self._others = tuple((place, kind) for place, kind in enumerate(self.kinds) if kind.cls not in (int, bool))
-        self._setters = tuple(getattr(cls, name).__set__ for name in (*self.fields, *outer))
-        """The slots are set directly, because the `__init__` of a frozen class takes twice as long."""
+        self._names = (*self.fields, *outer)
 
     def plain(self, item: T) -> Values:
         """(tag, field, ...). An int in a float field becomes a float; subclasses of int, float and str become these."""
@@ -197,10 +195,7 @@ class Shape(Generic[T]):
         if tuple(map(type, values)) != self._types:
             self._refuse(values)
         self._check(values)
-        item = object.__new__(self.cls)
-        for set_field, value in zip(self._setters, values + outer, strict=True):
-            set_field(item, value)
-        return item
+        return self.cls(**dict(zip(self._names, values + outer, strict=True)))
 
     def _check(self, values: Sequence[Any]) -> None:
         """Values of the right types may still be too large, too long or not finite."""

@@ -7,10 +7,12 @@ and must never delete it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from engine.commands import FinishRun
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, reason_of
@@ -221,7 +223,7 @@ class RunHistory(RecoveredRun):
             )
         else:
             event = self.recovered.resume_from_checkpoint(steps=self.restore.steps, replicas=replicas)
-        return replace(event, again=again)
+        return structs.replace(event, again=again)
 
 
 def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir: None) -> RunHistory:

@@ -6,8 +6,7 @@ it saw (`on_error: stop`), or the decision's built-in policy is asked instead (`
 """
 
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import replace
+from copy import copy, deepcopy
 from typing import Any
 
 import msgpack
@@ -104,7 +103,7 @@ class Decisions:
     def keeps(self, outcome: GroupGenerated) -> bool:
         """Ask the filter about a group. A user's filter gets a copy, because it could change the event before it is
         recorded."""
-        kept: bool = self.ask("filter", (replace(outcome) if self._custom_filter else outcome,), (bool,))
+        kept: bool = self.ask("filter", (copy(outcome) if self._custom_filter else outcome,), (bool,))
         return kept
 
     def another_attempt(self, group: Group, cause: str) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from msgspec.structs import force_setattr
+
 from engine.commands import COMMANDS, CancelTimer, Command, DiscardGroups, FinishRun, SetTimer, StartProcess
 from engine.events import (
     Event,
@@ -30,7 +32,7 @@ MAKES_ROOM = (GroupGenerated, GroupAborted, GroupFailed, RowsMeasured, RowsFaile
 """Facts of a replica after which it may have room for groups."""
 LEAVES_STATE = (StateLeft, StateFailed)
 """Facts after which an added state may have room for the work on another group."""
-_NUMBERED = frozenset(command for command in COMMANDS.values() if "number" in command.__dataclass_fields__)
+_NUMBERED = frozenset(command for command in COMMANDS.values() if "number" in command.__struct_fields__)
 
 
 class Orders:
@@ -122,9 +124,9 @@ class Orders:
     def add(self, command: Command) -> None:
         """Give a command: an order gets its number in the book. Its cause is `cause`, unless it has one."""
         if command.cause < 0:
-            object.__setattr__(command, "cause", self.cause)
+            force_setattr(command, "cause", self.cause)
         if type(command) in _NUMBERED:
-            object.__setattr__(command, "number", self._state.orders.next_number)
+            force_setattr(command, "number", self._state.orders.next_number)
         self._commands.append(command)
         order = self._state.orders.add(command, self._state.now)
         if order is not None and self._state.limit_check.least:

@@ -28,7 +28,9 @@ WORK: dict[type[c.Command], tuple[str, ...]] = {
 }  # fmt: skip
 """The work that an order is for. A newer order for the same work replaces it."""
 ENDS = (c.StartGroup, c.ResumeGroup, c.ParkGroup)
-TIMED = {c.ScoreBatch: "score", c.TrainStep: "train", c.PublishWeights: "publish", c.SaveCheckpoint: "checkpoint"}
+TIMED: dict[type[c.Command], str] = {
+    c.ScoreBatch: "score", c.TrainStep: "train", c.PublishWeights: "publish", c.SaveCheckpoint: "checkpoint",
+}  # fmt: skip
 """Orders of the trainer and scorers that report progress, with the kinds of their time limits."""
 ANSWERS: dict[type[e.Event], tuple[type[c.Command], ...]] = {
     e.GroupGenerated: ENDS, e.GroupAborted: ENDS, e.GroupFailed: ENDS, e.PrefixStored: ENDS[:2],

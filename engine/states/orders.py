@@ -10,9 +10,11 @@ No other field may encode "this is in flight".
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+
+from msgspec import structs
 
 from engine.commands import (
     AbortGroup,
@@ -345,7 +347,7 @@ class OrderBook:
         for order in self.all():
             command = order.command
             if isinstance(command, SetTimer):
-                command = replace(command, delay_s=max(0.0, order.at + command.delay_s - now))
+                command = structs.replace(command, delay_s=max(0.0, order.at + command.delay_s - now))
             commands.append(command)
         return commands
 
@@ -479,7 +481,7 @@ class _Rule:
         self.subject = relation.subject
         self.closes = event in relation.answers
         self.kinds = kinds
-        self.fields = tuple(name for name in relation.id if name in event.__dataclass_fields__)
+        self.fields = tuple(name for name in relation.id if name in event.__struct_fields__)
         self.identify = _getter(self.fields)
         self.echo = _getter(relation.echo)
         self.find: Callable[[Mapping[Any, Order], Any], tuple[Order, ...]] = self._find
@@ -511,7 +513,7 @@ def _owner_of(relation: Relation, command: type[Command]) -> Callable[[OrderBook
         return lambda book, order: stage_owner(order.state)
     if relation.owner == "kind":
         return lambda book, order: owner_of(order.kind, order.index)
-    if relation.owner not in command.__dataclass_fields__:
+    if relation.owner not in command.__struct_fields__:
         return lambda book, order: relation.owner
     owner = attrgetter(relation.owner)
     return lambda book, order: owner(order)

@@ -1,8 +1,7 @@
 """Batches of events and orders as they travel between actors."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.commands import (
     AbortGroup,
@@ -315,7 +316,7 @@ def test_frames_are_flushed_before_their_commands_and_rejected_events_are_record
     driver = Driver(run.scheduler, log, log, log)
     driver.deliver(RunStarted())
     assert [c[0] for c in log.calls] == ["write", "flush", "execute"]
-    bad = replace(run.generated(0), oldest_version=9, newest_version=9)
+    bad = structs.replace(run.generated(0), oldest_version=9, newest_version=9)
     with pytest.raises(Exception, match="law 6"):
         driver.deliver(bad)
     assert [c[0] for c in log.calls[3:]] == ["reject", "flush"]
@@ -468,7 +469,7 @@ def test_shrinking_needs_something_to_shrink_to() -> None:
 def test_after_a_rejected_event_the_driver_takes_nothing_more() -> None:
     log, run = Log(), small()
     driver = Driver(run.scheduler, log, log, log)
-    bad = replace(run.generated(0), oldest_version=9, newest_version=9)
+    bad = structs.replace(run.generated(0), oldest_version=9, newest_version=9)
     for event in (bad, RunStarted()):
         with pytest.raises(InvariantViolated, match="law 6"):
             driver.deliver(event)

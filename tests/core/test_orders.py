@@ -2,12 +2,13 @@
 though the scheduler's process ends again and again and what it sent is lost."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
+from msgspec.structs import replace
 
 from engine.commands import (
     COMMANDS,
@@ -104,7 +105,7 @@ def sample(kind: type[Any], **chosen: Any) -> Any:
     """A command or an event whose every field has a value that follows from its name, so that an answer fits."""
     hints = get_type_hints(kind)
     values = {}
-    for field in fields(kind):
+    for field in structs.fields(kind):
         hint = str(hints[field.name])
         if "tuple" in hint:
             values[field.name] = (1.0,) if "float" in hint else (1,)
@@ -132,7 +133,7 @@ ECHOES = [
     for kind, row in RELATIONS.items()
     for event in row.answers
     for name in dict.fromkeys((*row.id, *row.echo))
-    if name in event.__dataclass_fields__
+    if name in event.__struct_fields__
 ]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
+from msgspec import structs
 
 from engine import policies
 from engine.commands import DrawPrompts, ResumeGroup, StageWeights, StartGroup
@@ -432,8 +433,8 @@ def test_a_policy_that_changes_an_event_changes_nothing_of_the_record(registered
     seen: list[Any] = []
 
     def change() -> None:
-        object.__setattr__(seen[-1], "reward_mean", 7.0)
-        object.__setattr__(seen[-1], "tokens", 1)
+        structs.force_setattr(seen[-1], "reward_mean", 7.0)
+        structs.force_setattr(seen[-1], "tokens", 1)
 
     @policies.register("filter", "changing")
     class Changing:

@@ -1,12 +1,13 @@
 """The ledger accepts the records of lawful runs, and finds each law that a forged record breaks: a check that cannot
 fail is none. A forgery changes one event or command, as a wrong scheduler would."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.commands import (
     Command,
@@ -73,9 +74,9 @@ LIMITS = Limits(
 )  # fmt: skip
 RUNS: dict[str, tuple[Limits, int]] = {
     "rough": (LIMITS, 36),
-    "kept": (replace(LIMITS, keeps_batches=True, checkpoint_every=3, sync_every=2), 0),
-    "synced": (replace(LIMITS, train_after_sync=True, keeps_batches=True), 2),
-    "drained": (replace(LIMITS, checkpoint_every=8), 0),
+    "kept": (dataclasses.replace(LIMITS, keeps_batches=True, checkpoint_every=3, sync_every=2), 0),
+    "synced": (dataclasses.replace(LIMITS, train_after_sync=True, keeps_batches=True), 2),
+    "drained": (dataclasses.replace(LIMITS, checkpoint_every=8), 0),
 }
 """Limits and seeds of runs in which something of everything happens."""
 
@@ -283,7 +284,7 @@ TIMER = TimerFired(timer=0)
 
 def by_hand(*frames: tuple[float, Event, tuple[Command, ...]], **figures: Any) -> RunLedger:
     """Two replicas are up and prompts are drawn. Then, after so many seconds each, something happens."""
-    limits = replace(LIMITS, **{"straggler_factor": 2.0, "timeouts": Timeouts.every(60.0), **figures})
+    limits = dataclasses.replace(LIMITS, **{"straggler_factor": 2.0, "timeouts": Timeouts.every(60.0), **figures})
     ups = [ProcessUp(kind="replica", index=index, incarnation=1, slots=4) for index in range(2)]
     begun: list[Event] = [RunStarted(replicas=2), *ups, PromptsDrawn(first=0, count=9, exhausted=False)]
     all_frames: list[tuple[float, Event, tuple[Command, ...]]] = [(0.0, event, ()) for event in begun]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.commands import (
     AbortGroup,
@@ -440,7 +441,7 @@ def test_tokens_of_an_impossible_version_are_a_defect() -> None:
     with pytest.raises(InvariantViolated, match="law 6"):
         run.finish(0, oldest=-1)
         event = run.generated(1)
-        object.__setattr__(event, "newest_version", 5)
+        structs.force_setattr(event, "newest_version", 5)
         run.tell(event)
 
 
@@ -559,6 +560,6 @@ def test_the_deadline_policy_acts_on_groups_that_started_first_not_drawn_first()
 def test_the_mean_reward_of_a_step_does_not_depend_on_how_python_adds() -> None:
     run = small(train_batch_size=10, max_concurrent_groups=20)
     for id in range(10):
-        run.tell(replace(run.generated(id), reward_mean=0.1))
+        run.tell(structs.replace(run.generated(id), reward_mean=0.1))
     run.train()
     assert run.view.step_reward == 0.1, "sum() gives 0.09999999999999999 before Python 3.12, and 0.1 from then on"

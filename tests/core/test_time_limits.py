@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.commands import (
     Command,
@@ -322,7 +323,7 @@ def test_a_hang_is_charged_whatever_happens_before_its_process_has_ended(then: A
     run = small(every(None, train_s=100.0), checkpoint_every=1)
     run.finish(0, 1)
     assert "StopProcess" in cut_or_stopped(run.wait(120.0))
-    run.tell(replace(then))
+    run.tell(structs.replace(then))
     lost(run)
     assert run.state.training.steps[0].failures == 1
 
@@ -360,7 +361,7 @@ def test_the_delay_of_a_start_does_not_count(then: Any) -> None:
     start = run.ordered(StartProcess)[-1]
     assert (start.incarnation, start.delay_s) == (8, 60.0)
     if then is not None:
-        run.tell(replace(then))
+        run.tell(structs.replace(then))
     assert not cut_or_stopped(wait(run, run.clock + 60.0 + 49.0))
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 

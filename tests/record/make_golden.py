@@ -10,10 +10,10 @@ on the way, and `every_type.json` with the bytes of one event and one command of
 import json
 import shutil
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from msgspec import structs
 from record_samples import COMMAND_CLASSES, EVENT_CLASSES, LIMITS, encode_command, encode_event, record_run
 
 from engine.record import FORMAT_VERSION
@@ -45,7 +45,7 @@ def sample(cls: type[Any]) -> dict[str, Any]:
     values = {int: 300, float: 0.25, bool: True, str: "grund: ±", tuple[int, ...]: (1, 200, 70_000)}
     values[tuple[float, ...]] = (0.25, -1.0)
     hints = get_type_hints(cls)
-    given = [f.name for f in fields(cls) if f.default != -1 or f.name == "number"]
+    given = [f.name for f in structs.fields(cls) if f.default != -1 or f.name == "number"]
     names = [name for name in given if name not in ("at", "tag")]
     return {name: values[hints[name]] for name in names if not (name == "cause" and hints[name] is int)}
 

@@ -3,7 +3,6 @@ double."""
 
 import struct
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -39,7 +38,8 @@ def objects(cls: type[Any]) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls)
     is_event = issubclass(cls, Event)
     stamps = {"id", "at"} if is_event else {"cause"}
-    return st.builds(cls, **{f.name: OUTER[f.name] if f.name in stamps else VALUES[hints[f.name]] for f in fields(cls)})
+    names = cls.__struct_fields__
+    return st.builds(cls, **{name: OUTER[name] if name in stamps else VALUES[hints[name]] for name in names})
 
 
 EVENT_CLASSES = list(EVENTS.values())

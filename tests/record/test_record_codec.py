@@ -1,7 +1,6 @@
 """Events and commands to bytes and back: what goes in comes out, and nothing else gets in."""
 
 import tracemalloc
-from dataclasses import replace
 from enum import IntEnum
 from math import inf, nan
 
@@ -9,6 +8,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from record_samples import (
     COMMAND_CLASSES,
     EVENT_CLASSES,

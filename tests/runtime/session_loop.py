@@ -1,7 +1,6 @@
 """A user's loop around a `Session`, for tests: it answers one order at a time, on a clock of its own."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from engine.commands import Command, ParkGroup
@@ -44,7 +43,7 @@ class Loop:
 
     def fact_for(self, order: Command, *, fails: bool = False) -> Event:
         kind = kind_of_answer(order, fails=fails)
-        data: dict[str, Any] = {"reason": "chance"} if "reason" in {field.name for field in fields(kind)} else {}
+        data: dict[str, Any] = {"reason": "chance"} if "reason" in kind.__struct_fields__ else {}
         if kind is ProcessUp and order.kind == "replica":
             data = {"slots": 4, "samples": 2}
         elif kind is PromptsDrawn:

@@ -7,13 +7,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from session_loop import LIMITS, Loop, made, require_sound
 
 import engine
@@ -78,7 +79,7 @@ def test_it_decides_as_the_scheduler_does(choices: list[tuple[int, str]], seed: 
 
     def same(fact: Event, orders: tuple[Command, ...]) -> None:
         nonlocal events
-        fact = replace(fact)
+        fact = structs.replace(fact)
         stamp(fact, events, loop.now)
         events += 1
         wanted = twin.tick((fact,))
@@ -117,7 +118,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 def any_fact(draw: st.DrawFn) -> Event:
     kind = draw(st.sampled_from(list(EVENTS.values())))
     hints = get_type_hints(kind)
-    return kind(**{f.name: draw(VALUES[hints[f.name]]) for f in fields(kind) if f.name not in ("id", "at")})
+    return kind(**{f.name: draw(VALUES[hints[f.name]]) for f in structs.fields(kind) if f.name not in ("id", "at")})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -377,7 +378,7 @@ def test_a_session_takes_reports_of_progress_and_ignores_late_ones() -> None:
     loop.tell(progress)
     assert order in loop.session.open_orders
     loop.tell(loop.fact_for(order))
-    assert loop.tell(replace(progress)) == ()
+    assert loop.tell(structs.replace(progress)) == ()
     require_sound(loop.session)
 
 

@@ -1,10 +1,11 @@
 """A session refuses facts that cannot be true, by name, and nothing changes."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from session_loop import LIMITS, Loop, made, require_sound
 
 import engine
@@ -218,7 +219,7 @@ def test_rows_that_cannot_have_been_measured_are_refused(case: str) -> None:
     changes, message = MEASURED[case]
     held_out = ValidationSet(name="held", prompts=4, parts=("correct",))
     validation = ValidationLimits(rows=4, sets=(held_out,), rows_per_slot=2)
-    loop = made(replace(LIMITS, validation=validation))
+    loop = made(dataclasses.replace(LIMITS, validation=validation))
     measured = answer(
         loop.first(MeasureRows), RowsMeasured, measured=2, right=1, reward=1.0, rows=(0, 1), rewards=(0.0, 1.0),
         answers=(0, 7), right_rows=(1,), part_rows=(0, 1), part_places=(0, 0), part_values=(0.5, 0.5),
@@ -228,7 +229,7 @@ def test_rows_that_cannot_have_been_measured_are_refused(case: str) -> None:
 
 def test_a_replica_whose_groups_still_run_is_not_paused() -> None:
     """A pause that aborts them comes after their reports; else they would run on a replica that sleeps."""
-    limits = replace(LIMITS, pools=(Pool(tasks=("rollout", "train"), replicas=(0,)),))
+    limits = dataclasses.replace(LIMITS, pools=(Pool(tasks=("rollout", "train"), replicas=(0,)),))
     loop = made(limits)
     while not any(isinstance(order, PauseReplica) for order in loop.session.open_orders):
         loop.tell(loop.fact_for(loop.session.open_orders[-1]))

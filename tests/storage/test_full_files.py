@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from small_disk import SmallDisk, small_disk
 
 from engine.errors import StorageFull
@@ -60,7 +61,7 @@ def test_a_record_says_so_and_goes_on_where_it_was(disk: SmallDisk) -> None:
 
     def write(number: int) -> None:
         event = StepFailed(step=0, attempt=1, reason="x" * 1000)
-        object.__setattr__(event, "id", number)
+        structs.force_setattr(event, "id", number)
         recorder.write((event,), ())
         recorder.flush()
 

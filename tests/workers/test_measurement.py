@@ -3,11 +3,11 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from event_loops import played
+from msgspec.structs import replace
 from test_replica_worker import WHO, Stage
 
 from engine.commands import InstallWeights, MeasureRows, PauseReplica, ResumeReplica, StageWeights, StopMeasuring

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 from event_loops import played
+from msgspec import structs
 from token_generator import TokenGenerator
 
 from engine.commands import (
@@ -165,7 +166,7 @@ async def test_a_repeated_order_and_one_for_another_life_change_nothing() -> Non
     stage = Stage(TokenGenerator(length=2, free=True))
     stage.start()
     stage.start()
-    stage.worker.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
+    stage.worker.carry_out(structs.replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
     await stage.until(1)
     stage.start()
     await stage.settle()

@@ -5,13 +5,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from event_loops import played
+from msgspec.structs import replace
 
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError, TrainerSpoiled

@@ -6,8 +6,9 @@ it. This module must never change the state.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, fields
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from engine.commands import Command, MeasureRows, PauseReplica
 from engine.control.requests import MOST_REPLICAS, changes, check_replicas
@@ -92,12 +93,12 @@ def answer(order: Command, kind: type[Fact], **data: Any) -> Fact:
         data = {"orders": (number,), **data}
     elif kind is OrderProgressed:
         data = {"order": number, **data}
-    own = {field.name: field for field in fields(kind) if field.name not in ("id", "at")}
+    own = {field.name: field for field in structs.fields(kind) if field.name not in ("id", "at")}
     unknown = next((name for name in data if name not in own), None)
     if unknown is not None:
         fix = suggestion(unknown, own, f"it has {', '.join(own)}")
         raise IllegalFact(f"{kind.__name__} has no field {unknown}; {fix}")
-    repeated = {*relation.id, *relation.echo, *(name for name, field in own.items() if field.default is MISSING)}
+    repeated = {*relation.id, *relation.echo, *(name for name, field in own.items() if field.required)}
     echo = {name: getattr(order, name) for name in own if name in repeated and hasattr(order, name)}
     missing = [name for name in own if name in repeated and name not in echo and name not in data]
     if missing:
@@ -163,13 +164,13 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
 
 
 def _number_problems(fact: Any) -> Iterator[str]:
-    for field in fields(fact):
-        value = getattr(fact, field.name)
-        none = field.name in MAY_BE_NONE or (isinstance(fact, INSPECTION) and field.name in ("version", "step"))
-        least = NO_VERSION if none else int(field.name in COUNTED)
+    for name in fact.__struct_fields__:
+        value = getattr(fact, name)
+        none = name in MAY_BE_NONE or (isinstance(fact, INSPECTION) and name in ("version", "step"))
+        least = NO_VERSION if none else int(name in COUNTED)
         for number in value if isinstance(value, tuple) else [value]:
-            if type(number) is int and number < least and field.name != "id":
-                yield f"{field.name} is {number}, but must be at least {least}"
+            if type(number) is int and number < least and name != "id":
+                yield f"{name} is {number}, but must be at least {least}"
     if isinstance(fact, GroupFailed | StateFailed) and fact.cause not in CAUSES:
         yield f"cause is {fact.cause!r}; use {' or '.join(CAUSES)}"
 

@@ -12,6 +12,7 @@ thread that calls `begin` and refuses all others: two threads would corrupt its 
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -365,7 +366,7 @@ class Session:
         """Handle events as one tick, apart from those that are ticks of their own. If the scheduler cannot handle a
         tick, it is recorded as rejected, and the state is recovered from the record, as it was before it."""
         try:
-            self._driver.deliver(*map(replace, events))  # copies, because the driver stamps them
+            self._driver.deliver(*map(copy, events))  # copies, because the driver stamps them
         except Exception as error:
             if not self._driver.rejected:
                 raise  # the record could not be written
