@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import vllm_engines
-from backends import WIDE, build, go_on, hold, run
-from vllm_arguments import require_vllm
+from backends import WIDE, build, go_on, hold, run, run_over
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
@@ -192,3 +192,42 @@ def test_close_fails_what_is_running_and_everything_later(engine: Any) -> None:
         assert not engine.staging.exists()
 
     run(scenario())
+
+
+@pytest.mark.long
+def test_a_compiled_engine_in_bfloat16_samples_with_new_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a GPU: the graph that vLLM compiles at its start must read the new weights, not those that it has seen."""
+    from engine.rollout.vllm.vllm_backend import VllmBackend
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # and a process that has not read it
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    models = [build("qwen2", version, **WIDE).bfloat16() for version in range(3)]
+    models[0].save_pretrained(tmp_path)
+    own = {"dtype": "bfloat16", "enforce_eager": False}
+    log = tmp_path / "vllm.log"
+    backend = VllmBackend(str(tmp_path), rows=8, engine_args=ENGINE_ARGS | own, log=log)
+    assert "saved AOT compiled function" in log.read_text()
+
+    async def scenario(backend: VllmBackend) -> None:
+        for version in range(3):
+            if version:
+                await backend.stage(version, models[version].state_dict())
+                await backend.pause("keep")
+                await backend.install(version)
+                await backend.resume()
+            result = await backend.sample(greedy(f"{version}"))
+            gaps = [gap_to(model, result) for model in models]
+            assert gaps[version] < 0.1 and min(gaps[:version] + gaps[version + 1 :]) > 1, gaps
+
+    run_over(backend, scenario)
+
+
+def gap_to(model: Any, result: SampleResult) -> float:
+    """The mean difference between the log-probs of a result and those of a plain forward of `model`."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT + result.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    chosen = logits.float().log_softmax(-1)[range(len(result.token_ids)), result.token_ids]
+    return float((chosen - torch.tensor(result.logprobs)).abs().mean())
