@@ -238,7 +238,7 @@ def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> Non
 
 def test_a_scrape_while_a_run_branches_sees_a_number_of_steps() -> None:
     training = steady_world(steps=2).to_the_end().scheduler.state.training
-    seen = seen_within(Training.branch, lambda: training.branch(0), lambda: training.steps_batched)
+    seen = seen_within(Training.branch, lambda: training.branch(0, 0.0), lambda: training.steps_batched)
     assert seen and {*seen} == {0, 2}
 
 
