@@ -54,6 +54,15 @@ def test_vllm_hands_over_several_tokens_at_a_time_unless_the_user_says_otherwise
     assert all_engine_args("model", 8, 0, {"stream_interval": 1})["stream_interval"] == 1
 
 
+def test_the_weights_of_a_draft_model_survive_vllms_sleep() -> None:
+    name = "sleep_preserve_parameter_names"
+    drafting = {"enable_sleep_mode": True, "speculative_config": {"model": "draft"}}
+    assert all_engine_args("model", 8, 0, drafting)[name] == ["draft.*"]
+    assert all_engine_args("model", 8, 0, {**drafting, name: ["draft.norm.*"]})[name] == ["draft.norm.*"]
+    for absent in drafting:
+        assert name not in all_engine_args("model", 8, 0, {**drafting, absent: None})
+
+
 def test_vllm_returns_experts_only_for_router_replay() -> None:
     name = "enable_return_routed_experts"
     assert name not in all_engine_args("model", 8, 0, {})

@@ -147,6 +147,8 @@ def all_engine_args(
     }
     if workers_of(engine_args) > 1:  # in a placement group vLLM would choose Ray, which finds no free GPU there
         proposals["distributed_executor_backend"] = "mp"
+    if engine_args.get("enable_sleep_mode") and engine_args.get("speculative_config"):
+        proposals["sleep_preserve_parameter_names"] = ["draft.*"]  # no install brings the draft model's weights
     own = {
         "model": model,
         "generation_config": "vllm",
