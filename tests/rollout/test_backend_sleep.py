@@ -1,6 +1,7 @@
 """Backends that give their memory back while another task of their pool has the hardware."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_vllm_on_a_cpu_forgets_its_cache_and_samples_on() -> None:
     run_over(BACKENDS["vllm"].make("qwen2"), scenario)
 
 
-def test_vllm_drops_its_weights_and_loads_the_next_or_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_drops_weights_once_an_install_has_replaced_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     require_vllm()
     from vllm.platforms import current_platform
 
@@ -107,7 +108,7 @@ def test_vllm_drops_its_weights_and_loads_the_next_or_the_last_ones(monkeypatch:
     first, second = (build("qwen2-untied", seed, **WIDE) for seed in (0, 1))
 
     async def scenario(backend: Any) -> None:
-        for version, model in ((0, first), (1, second), (1, second)):
+        for version, model in ((0, first), (1, second), (1, second), (2, first)):
             await backend.pause("abort")
             await backend.sleep()
             if version > backend.version:
@@ -117,5 +118,6 @@ def test_vllm_drops_its_weights_and_loads_the_next_or_the_last_ones(monkeypatch:
                 await backend.install(version)
             await backend.resume()
             assert_samples(model, await backend.sample(greedy(f"{version}")))
+        assert (Path(backend._engine.model_config.model) / "levels").read_text() == "1122"
 
     run_over(vllm_engines.start(first, engine_args=ENGINE_ARGS | sleeping), scenario)

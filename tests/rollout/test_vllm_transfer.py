@@ -23,6 +23,7 @@ from engine.actors.transports import KeptTensors, Senders
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Join, Send, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.torch import transfer
+from engine.rollout.vllm import weight_receiver
 from engine.runtime.plan import WeightsWire
 from engine.training.shared_weights import Manifest
 from engine.trajectory import Span
@@ -179,6 +180,26 @@ def test_a_checked_install_compares_what_was_sent_with_what_the_holder_has(
         assert_samples(model_of(engine, new), await engine.sample(greedy("after")))
         held = await install(engine, new + 1)
         assert held.calls == UPDATE, "only the first install that succeeds is checked"
+
+    run(scenario())
+
+
+def test_a_checked_install_fails_if_a_parameter_is_never_sent(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = engine.version, engine.version + 1
+    norm = "model.norm.weight"
+
+    wanted_names = weight_receiver.wanted_names
+
+    def without_norm(*given: Any) -> Any:
+        return tuple(pair for pair in wanted_names(*given) if pair[0] != norm)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(engine._incoming, "checks", "always")
+        with monkeypatch.context() as patch:
+            patch.setattr(weight_receiver, "wanted_names", without_norm)
+            with pytest.raises(EngineError, match=f"could not be installed: .*1 parameter got no new weights: {norm}"):
+                await install(engine, new)
+        assert_samples(model_of(engine, old), await engine.sample(greedy("before")))
 
     run(scenario())
 

@@ -334,16 +334,16 @@ class VllmBackend(RemoteEngine):
             run.turn.set()
 
     async def sleep(self) -> None:
-        """Free memory: keys and values are dropped, and so are weights that the next install replaces (level 2). The
-        model under an adapter moves to host memory (level 1). Without sleep mode, only cached prefixes are dropped.
-        Raises: `EngineError` if the engine is not paused."""
+        """Free memory: keys and values are dropped. So are weights if an install has shown that it replaces them all
+        (level 2); otherwise, they move to host memory (level 1), like the model under an adapter. Without sleep mode,
+        only cached prefixes are dropped. Raises: `EngineError` if the engine is not paused."""
         self._check_open()
         if not self._frozen:
             raise EngineError("vLLM can sleep only when paused")
         if not self._sleep_mode:
             await self._control(self._engine.reset_prefix_cache())
             return
-        self._dropped = self._incoming.replaces_model
+        self._dropped = await self._incoming.replaces_everything()
         await self._control(self._engine.sleep(level=2 if self._dropped else 1))
 
     async def wake(self) -> None:

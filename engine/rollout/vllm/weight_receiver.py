@@ -37,9 +37,6 @@ JOIN_S = 300.0
 class Incoming:
     """The staged weights of one engine, and how they are installed."""
 
-    replaces_model = True
-    """Whether a version is the whole model."""
-
     def __init__(self, area: StagingArea, engine: Any, control: Control, grace_s: float, checks: WeightChecks) -> None:
         """`grace_s`: seconds beyond its limit that vLLM gets to answer an install before it counts as stuck."""
         self._area = area
@@ -79,6 +76,10 @@ class Incoming:
         self._area.keep_only(*versions)
         self._sent = {version: sent for version, sent in self._sent.items() if version in versions}
         self._published = {version: one for version, one in self._published.items() if version in versions}
+
+    async def replaces_everything(self) -> bool:
+        """Whether an install is known to replace all weights of the engine, so that they may be dropped before it."""
+        return not await self._attempt("require_complete_installs", limit_s=0.0)
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a version. Returns an empty text, or why it failed. A version that is not staged is the one that the
@@ -217,8 +218,6 @@ class Incoming:
 class IncomingAdapter(Incoming):
     """Versions that are adapters. vLLM loads each from its staged directory, in place of the one before."""
 
-    replaces_model = False
-
     async def open(self, version: Version) -> None:
         """Install an adapter of zeros: a request without one would never get one. Raises: `EngineError`."""
         await self.stage(version, self._area.tensors.zeros())
@@ -231,6 +230,10 @@ class IncomingAdapter(Incoming):
 
         directory = self._area.directory(version)
         return LoRARequest(lora_name="policy", lora_int_id=ADAPTER, lora_path=str(directory))
+
+    async def replaces_everything(self) -> bool:
+        """The model under an adapter stays."""
+        return False
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a staged version. Returns nothing, or why it failed; then vLLM may hold parts of both."""

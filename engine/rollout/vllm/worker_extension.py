@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ class WeightsExtension:
     """During a check: checksums of what this worker held at its start."""
     _given: dict[str, str]
     """During a check: checksums of the tensors that were given to this worker to load."""
+    _loaded: Set[str] | None
+    """During a check: names of the parameters that were loaded; None if the model does not say them."""
+    _loads_everything: bool = False
+    """Whether an install is known to replace every parameter of this model."""
 
     def attempt(self, method: str, *arguments: Any) -> str:
         """Call a method of this worker. Returns an empty text, or why it failed. An exception must not leave a worker:
@@ -108,11 +112,14 @@ class WeightsExtension:
         version is then installed again, and `compare_with` says whether it made a difference."""
         self.end_check()
         self._held, self._given = self._held_checksums(), {}
+        self._loaded = set() if self.vllm_config.lora_config is None else None
         model = self.model_runner.get_model()
         load = model.load_weights
 
         def load_noted(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            return load(noted(weights, self._given))
+            loaded = load(noted(weights, self._given))
+            self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
+            return loaded
 
         model.load_weights = load_noted
 
@@ -125,10 +132,11 @@ class WeightsExtension:
     def compare_with(self, published: Mapping[str, str]) -> None:
         """End a check. `published`: checksums of the published tensors, by the names in the model's files. Raises:
         `RuntimeError` that names the tensors that this worker was given otherwise, or its own parameters, by vLLM's
-        names, that differed from the published ones."""
+        names, that got no new weights or differed from the published ones."""
         held, given = self._held, self._given
         assert held is not None
         self.end_check()
+        self._require_loaded(self._loaded)
         found = differing(published, given) or differing(held, self._held_checksums())
         if found:
             many = "1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ"
@@ -151,19 +159,30 @@ class WeightsExtension:
     def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The model runner's `reload_weights`, which only warns of parameters that were not loaded. Raises:
         `RuntimeError` that names them."""
-        runner, config = self.model_runner, self.vllm_config.model_config
+        runner = self.model_runner
         model = runner.get_model()
-        wrapped = ".base_layer." if self.vllm_config.lora_config else ""  # of a layer that adapters may change
-        parameters = {name.replace(wrapped, ".") if wrapped else name for name, _ in model.named_parameters()}
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
-        finalize_layerwise_reload(model, config)
+        finalize_layerwise_reload(model, self.vllm_config.model_config)
         runner.reset_lora_state()
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
-        missing = not_loaded(parameters, loaded, quantized=config.quantization is not None)
+        self._require_loaded(loaded)
+
+    def _require_loaded(self, loaded: Set[str] | None) -> None:
+        """`loaded`: as for `not_loaded`. Raises: `RuntimeError` that names the parameters that were not loaded."""
+        wrapped = ".base_layer." if self.vllm_config.lora_config else ""  # of a layer that adapters may change
+        model = self.model_runner.get_model()
+        parameters = {name.replace(wrapped, ".") if wrapped else name for name, _ in model.named_parameters()}
+        missing = not_loaded(parameters, loaded, quantized=self.vllm_config.model_config.quantization is not None)
         if missing:
             raise RuntimeError(f"{counted(len(missing), 'parameter')} got no new weights: {', '.join(missing[:5])}")
+        self._loads_everything = loaded is not None
+
+    def require_complete_installs(self) -> None:
+        """Raises: `RuntimeError` unless an install is known to replace every parameter: then they may be dropped."""
+        if not self._loads_everything:
+            raise RuntimeError("no install has shown yet that it replaces every parameter")
 
     def abandon_weight_update(self) -> None:
         """After a failed update by vLLM's weight transfer: leave the group and drop the partly received weights."""
