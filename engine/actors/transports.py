@@ -15,7 +15,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import ray
@@ -41,12 +42,25 @@ from engine.training.shared_weights import (
 GIVEN_UP = "the process group of this transfer was closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KeptTensors:
     """A published version in the store's process: each tensor once, on the device from which it is sent."""
 
     manifest: Manifest
     tensors: tuple[Any, ...]
+    hashing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def checksums(self) -> Mapping[str, str]:
+        """By the names in the manifest. The first call hashes the tensors for all replicas; others wait for it."""
+        with self.hashing:
+            return self._checksums
+
+    @cached_property
+    def _checksums(self) -> Mapping[str, str]:
+        from engine.rollout.vllm.weight_checks import checksums_of
+
+        by_index = checksums_of({str(index): tensor for index, tensor in enumerate(self.tensors)})
+        return {name: by_index[str(index)] for name, index in self.manifest.names}
 
     def named(self) -> dict[str, Any]:
         return {name: self.tensors[index] for name, index in self.manifest.names}
@@ -84,7 +98,7 @@ class Senders:
             self._conversations[reader] = Exchange(turn.group, wire)
             return await self._conversations[reader].join(turn.workers)
         if isinstance(turn, Check):
-            return await asyncio.to_thread(_check_call, held(turn.version).named(), turn.wanted)
+            return await asyncio.to_thread(_check_call, held(turn.version), turn.wanted)
         conversation = self._conversations.get(reader)
         if conversation is None or conversation.group != turn.group:
             raise EngineError(f"replica {reader} is no longer in the process group of this transfer")
@@ -94,11 +108,9 @@ class Senders:
         return await conversation.send({name: kept[source] for name, source in turn.wanted})
 
 
-def _check_call(kept: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> WeightsCall:
-    from engine.rollout.vllm.weight_checks import checksums_of
-
-    checksums = checksums_of({name: kept[source] for name, source in wanted})
-    return WeightsCall(name="compare_with", argument=checksums)
+def _check_call(kept: KeptTensors, wanted: Sequence[tuple[str, str]]) -> WeightsCall:
+    checksums = kept.checksums()
+    return WeightsCall(name="compare_with", argument={name: checksums[source] for name, source in wanted})
 
 
 class Exchange:

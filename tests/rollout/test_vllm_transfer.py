@@ -21,9 +21,9 @@ from vllm_arguments import require_vllm
 
 from engine.actors.transports import KeptTensors, Senders
 from engine.errors import EngineError
-from engine.rollout.sent_weights import Join, Send, Turn, WeightsAnswer, WeightsCall
+from engine.rollout.sent_weights import Check, Join, Send, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.torch import transfer
-from engine.rollout.vllm import weight_receiver
+from engine.rollout.vllm import weight_checks, weight_receiver
 from engine.runtime.plan import WeightsWire
 from engine.training.shared_weights import Manifest
 from engine.trajectory import Span
@@ -241,6 +241,24 @@ def test_waiting_calls_fail_if_the_process_of_the_engine_is_killed(engine: Any) 
         assert not engine.staging.exists()
 
     run(scenario())
+
+
+def test_the_store_hashes_a_version_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Any] = []
+    monkeypatch.setattr(weight_checks, "checksum", lambda tensor: hashed.append(tensor) or f"{tensor}")
+    kept = KeptTensors(manifest=Manifest(tensors=(), names=(("a", 0), ("b", 1), ("tied", 0))), tensors=("x", "y"))
+    senders = Senders()
+
+    async def ask(reader: int) -> Any:
+        check = Check(version=1, wanted=(("a", "a"), ("of the model", "tied")))
+        return await senders.turn(reader, WIRE, check, lambda version: kept)
+
+    async def scenario() -> None:
+        call = WeightsCall(name="compare_with", argument={"a": "x", "of the model": "x"})
+        assert await asyncio.gather(ask(0), ask(1)) == [call, call]
+
+    run(scenario())
+    assert sorted(hashed) == ["x", "y"]
 
 
 def test_an_engine_that_has_left_its_group_is_refused() -> None:
