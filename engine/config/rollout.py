@@ -154,7 +154,8 @@ class RolloutSection(Section):
         300.0,
         gt=0,
         le=86_400,
-        description="Maximum seconds to install weights in vLLM; then the old weights are restored.",
+        description="Maximum seconds to install weights in vLLM; then the old weights are restored. A check of the "
+        "weights counts; one that is cut only logs a warning.",
     )
     check_weights: Literal["first", "always", "never"] = Field(
         "first",

@@ -1,8 +1,10 @@
 """New weights in a running vLLM: what it samples afterwards is the new model's, whatever was frozen meanwhile."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.vllm import weight_receiver
 from engine.rollout.vllm.mapped_weights import PLACES
 from engine.training.shared_weights import copy_of, find
 from engine.trajectory import Span
@@ -67,10 +70,13 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
 ) -> None:
     old, new = engine.version, engine.version + 1
 
-    async def unread(version: int, limit_s: float) -> str:
+    async def unread(version: int, until: float, limit_s: float) -> str:
         raise EngineError("no checksums")
 
     async def scenario() -> None:
+        if how == "unread":
+            monkeypatch.setattr(engine._incoming, "check", unread)
+            monkeypatch.setattr(engine._incoming, "checks", "always")
         await engine.stage(new, model_of(engine, new).state_dict())
         files = files_of(engine, new)
         assert len(files) > 3, "the buckets hold too much for this test to say anything"
@@ -80,9 +86,7 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
             files[3].write_bytes(intact[:64])
         elif how == "absent":  # as for a worker on another node
             directory.rename(directory.with_name("aside"))
-        elif how == "unread":
-            monkeypatch.setattr(engine._incoming, "check", unread)
-        else:
+        elif how == "late":
             engine.install_timeout_s = 1e-9
         kept = asyncio.create_task(engine.sample(greedy("kept")))
         await hold(engine, 5)
@@ -103,6 +107,45 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
         await engine.install(new)  # a second try is a try like the first
         await engine.resume()
         assert_samples(model_of(engine, new), await engine.sample(greedy("again")))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ["load_staged", "begin_check", "end_check"],
+        ["load_staged", "begin_check", "load_staged", "end_check", "load_staged"],
+        ["load_staged", "begin_check", "load_staged", "compare_with", "end_check"],
+    ],
+    ids=["before the second load", "during it", "after it"],
+)
+def test_weights_whose_check_runs_out_of_time_are_installed_with_a_warning(
+    engine: Any, calls: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    new, attempt = engine.version + 1, engine._incoming._attempt
+    called: list[str] = []
+
+    def clock() -> float:
+        """The time is over before the call that `end_check` follows."""
+        late = len(called) >= calls.index("end_check") - 1
+        return time.monotonic() + (1000 if late else 0)
+
+    async def noted(method: str, *arguments: Any, limit_s: float) -> Any:
+        called.append(method)
+        return await attempt(method, *arguments, limit_s=limit_s)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(engine._incoming, "checks", "always")
+        monkeypatch.setattr(engine._incoming, "_attempt", noted)
+        monkeypatch.setattr(weight_receiver, "time", SimpleNamespace(monotonic=clock))
+        await engine.stage(new, model_of(engine, new).state_dict())
+        await engine.pause("abort")
+        await engine.install(new)
+        await engine.resume()
+        assert called == calls
+        assert f"version {new} was installed but not checked" in caplog.text
+        assert_samples(model_of(engine, new), await engine.sample(greedy("after")))
 
     run(scenario())
 

@@ -19,10 +19,10 @@ from test_vllm_weights import assert_samples, greedy
 from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
-from engine.rollout.vllm import engine_load, vllm_backend
+from engine.rollout.vllm import engine_load, vllm_backend, weight_checks
 from engine.rollout.vllm.engine_args import all_engine_args
 from engine.rollout.vllm.engine_load import SessionEngines
-from engine.rollout.vllm.weight_checks import checksum, differing, not_loaded
+from engine.rollout.vllm.weight_checks import checksum, checksums_of, differing, not_loaded
 
 pytestmark = pytest.mark.timeout(600)
 require_vllm()
@@ -149,7 +149,7 @@ def test_an_install_that_fails_in_the_second_worker_leaves_the_old_weights(engin
 @pytest.mark.parametrize(
     ("faults", "name"),
     [
-        (["change model.norm.weight"], r"dp.:pp0:pcp0:tp.:model\.norm\.weight"),
+        (["change model.norm.weight"], r"model\.norm\.weight"),
         (["none", "alter model.layers.0.self_attn.q_proj.weight"], r"model\.layers\.0\.self_attn\.q_proj\.weight"),
     ],
     ids=["in memory", "on its way"],
@@ -193,10 +193,15 @@ def test_a_server_learns_of_a_failure_in_its_second_worker(engine: Any) -> None:
     run(scenario())
 
 
-def test_tensors_with_other_bytes_or_on_one_side_only_differ() -> None:
+def test_tensors_with_other_bytes_or_on_one_side_only_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     one = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
     assert checksum(one) == checksum(one.t().contiguous().t())
     assert len({checksum(other) for other in (one, one.t(), one.float(), -one)}) == 4
+    monkeypatch.setattr(weight_checks, "PART_BYTES", 6)
+    assert checksum(one) == checksum(one.t().contiguous().t())
+    assert len({checksum(other) for other in (one, one.t(), one.float(), -one, one.flip(0))}) == 5, "in several parts"
+    with pytest.raises(TimeoutError, match="the check exceeded its time limit before tensor a"):
+        checksums_of({"a": one}, until=0.0)
     assert differing({"a": "1", "b": "2", "c": "3"}, {"b": "4", "c": "3", "d": "5"}) == ["a", "b", "d"]
 
 

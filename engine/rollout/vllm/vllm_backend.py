@@ -292,12 +292,7 @@ class VllmBackend(RemoteEngine):
         again; if that fails, too, the backend has failed."""
         await self._open()
         self._check_install(version, staged=self._incoming.holds(version))
-        wrong = await self._incoming.swap(version, self.install_timeout_s)
-        if not wrong:
-            try:
-                wrong = await self._incoming.check(version, self.install_timeout_s)
-            except EngineError as error:
-                wrong = f"the weights of its workers could not be checked: {error}"
+        wrong = await self._incoming.install(version, self.install_timeout_s)
         if wrong:
             undone = await self._incoming.swap(self._version, self.install_timeout_s + CONTROL_S)
             if undone:

@@ -19,7 +19,7 @@ from engine.rollout.model_tensors import ModelTensors
 from engine.rollout.sent_weights import Check, Join, Send, SentWeights, WeightsAnswer, WeightsCall
 from engine.rollout.vllm.mapped_weights import UNUSABLE
 from engine.rollout.vllm.staged_weights import StagingArea
-from engine.rollout.vllm.weight_checks import WeightChecks, checksums_of
+from engine.rollout.vllm.weight_checks import OVERDUE, WeightChecks, checksums_of
 from engine.training.shared_weights import Manifest
 
 log = logging.getLogger(__name__)
@@ -101,25 +101,49 @@ class Incoming:
             await asyncio.to_thread(self._area.use_files, version)
         except EngineError as error:
             return "; ".join([*wrong, str(error)])
-        return "; ".join(await self._load(version, max(0.0, until - time.monotonic())))
+        return "; ".join(await self._load(version, left_s(until)))
 
-    async def check(self, version: Version, limit_s: float) -> str:
-        """If it is due, prove that every worker of every engine holds its part of the version that was just installed.
-        Returns an empty text, or what is wrong.
+    async def install(self, version: Version, limit_s: float) -> str:
+        """`swap` and, if it is due, `check`, which share the limit. Returns an empty text, or why it failed."""
+        until = time.monotonic() + limit_s
+        wrong = await self.swap(version, limit_s)
+        if wrong or not self._check_is_due or not (version in self._sent or version in self._published):
+            return wrong
+        try:
+            return await self.check(version, until, limit_s)
+        except EngineError as error:
+            return f"the weights of its workers could not be checked: {error}"
+
+    async def check(self, version: Version, until: float, limit_s: float) -> str:
+        """Prove that every worker of every engine holds its part of the version that was just installed. Returns an
+        empty text, or what is wrong.
 
         vLLM fuses, divides and packs tensors, so a worker's parameters have no published checksums. Therefore the
         version is installed again: each tensor that a worker loads must have the checksum of the published one, and its
-        parameters must be the same afterwards. Raises: `EngineError` if vLLM does not answer."""
-        if not self._check_is_due or not (version in self._sent or version in self._published):
-            return ""
-        wrong = await self._attempt("begin_check", limit_s=limit_s)
+        parameters must be the same afterwards.
+
+        A check that is not done by `until` (of `time.monotonic`) proves nothing, so the version is accepted. If its
+        second load was cut, the version is loaded again without a check, for at most `limit_s`.
+
+        Raises: `EngineError` if vLLM does not answer."""
+        cut = False
+        wrong = await self._attempt_until(until, "begin_check")
         if not wrong:
-            again = await self.swap(version, limit_s)
-            wrong = [again] if again else await self._compare(version, limit_s)
+            again = await self.swap(version, left_s(until))
+            cut = bool(again) and time.monotonic() >= until
+            wrong = [again] if again else await self._compare(version, until)
         if wrong:
             await self._attempt("end_check", limit_s=limit_s)
-        self._was_checked = not wrong
-        return "; ".join(wrong)
+        overdue = cut or (bool(wrong) and all(OVERDUE in one for one in wrong))
+        self._was_checked = overdue or not wrong
+        if not overdue:
+            return "; ".join(wrong)
+        log.warning(
+            "version %s was installed but not checked: installing it twice and hashing it takes longer than "
+            "rollout.install_timeout_s = %g; raise it, or set rollout.check_weights: never (%s)",
+            version, limit_s, "; ".join(wrong),
+        )  # fmt: skip
+        return await self.swap(version, limit_s) if cut else ""
 
     @property
     def _check_is_due(self) -> bool:
@@ -131,18 +155,23 @@ class Incoming:
         checksums = checksums_of(model.checked(version, weights))
         return checksums | {alias: checksums[name] for alias, name in model.aliases.items()}
 
-    async def _compare(self, version: Version, limit_s: float) -> list[str]:
+    async def _compare(self, version: Version, until: float) -> list[str]:
         """Have the workers compare what they loaded with what was published. Returns what differs."""
         if version not in self._sent:
-            return await self._attempt("compare_with", self._published[version], limit_s=limit_s)
+            return await self._attempt_until(until, "compare_with", self._published[version])
         weights, wanted = self._sent[version]
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(left_s(until)):
                 call = await weights.exchange(Check(version=version, wanted=wanted))
         except TimeoutError:
-            return [f"the weights store did not give its checksums within {limit_s:g} s"]
+            return [f"the check {OVERDUE} while the weights store hashed its tensors"]
         assert call is not None
-        return await self._attempt(call.name, call.argument, limit_s=limit_s)
+        return await self._attempt_until(until, call.name, call.argument)
+
+    async def _attempt_until(self, until: float, method: str, *arguments: Any) -> list[str]:
+        """`_attempt` with a method whose last argument is its limit."""
+        limit_s = left_s(until)
+        return await self._attempt(method, *arguments, limit_s, limit_s=limit_s)
 
     async def _load(self, version: Version, limit_s: float) -> list[str]:
         """Have the workers load a version. Returns why they failed, if any did."""
@@ -201,7 +230,7 @@ class Incoming:
                 call = await weights.exchange(turn)
             while call is not None:
                 wrong = await self._carry_out(call, until - time.monotonic())
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                async with asyncio.timeout(left_s(until)):
                     call = await weights.exchange(WeightsAnswer(group=group, wrong=wrong))
         except TimeoutError:
             raise EngineError(f"the weights did not arrive within {limit_s:g} s") from None
@@ -243,6 +272,11 @@ class IncomingAdapter(Incoming):
             )
         except EngineError as error:
             return str(error)
+
+
+def left_s(until: float) -> float:
+    """Seconds until a time of `time.monotonic`; 0 after it."""
+    return max(0.0, until - time.monotonic())
 
 
 def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:

@@ -22,12 +22,13 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.weight_checksum import _weights
 from vllm.platforms import current_platform
 
 from engine.errors import counted
 from engine.rollout.vllm.gloo_transfer import register
 from engine.rollout.vllm.mapped_weights import UNUSABLE, MappedTensors
-from engine.rollout.vllm.weight_checks import checksum, checksums_of, differing, not_loaded
+from engine.rollout.vllm.weight_checks import OVERDUE, checksum, checksums_of, differing, not_loaded
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
@@ -107,11 +108,12 @@ class WeightsExtension:
         if self._held is not None:  # vLLM reads the file itself
             self._given = checksums_of(dict(staged_tensors(Path(directory))))
 
-    def begin_check(self) -> None:
+    def begin_check(self, limit_s: float) -> None:
         """Note checksums of what this worker holds, and from now on of each tensor that it is given to load. The same
-        version is then installed again, and `compare_with` says whether it made a difference."""
+        version is then installed again, and `compare_with` says whether it made a difference. Raises: `TimeoutError`
+        after `limit_s`."""
         self.end_check()
-        self._held, self._given = self._held_checksums(), {}
+        self._held, self._given = self._held_checksums(limit_s), {}
         self._loaded = set() if self.vllm_config.lora_config is None else None
         model = self.model_runner.get_model()
         load = model.load_weights
@@ -129,32 +131,32 @@ class WeightsExtension:
             self._held = None
             del self.model_runner.get_model().load_weights
 
-    def compare_with(self, published: Mapping[str, str]) -> None:
+    def compare_with(self, published: Mapping[str, str], limit_s: float) -> None:
         """End a check. `published`: checksums of the published tensors, by the names in the model's files. Raises:
-        `RuntimeError` that names the tensors that this worker was given otherwise, or its own parameters, by vLLM's
-        names, that got no new weights or differed from the published ones."""
+        `TimeoutError` after `limit_s`; `RuntimeError` that names the tensors that this worker was given otherwise, or
+        its own parameters, by vLLM's names, that got no new weights or differed from the published ones."""
         held, given = self._held, self._given
         assert held is not None
         self.end_check()
         self._require_loaded(self._loaded)
-        found = differing(published, given) or differing(held, self._held_checksums())
+        found = differing(published, given) or differing(held, self._held_checksums(limit_s))
         if found:
             many = "1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ"
             raise RuntimeError(f"{many} from the published weights: {', '.join(found[:5])}")
 
-    def _held_checksums(self) -> Mapping[str, str]:
+    def _held_checksums(self, limit_s: float) -> Mapping[str, str]:
         """Of this worker's part of what versions consist of: the model, or the adapter."""
+        until = time.monotonic() + limit_s
+        model = self.model_runner.get_model()
         if self.vllm_config.lora_config is None:
-            own: dict[str, str] = self.compute_weight_checksums()  # type: ignore[attr-defined]
-            return own
-        return checksums_of(
-            {
-                f"{name}.{part}.{index}": tensor
-                for name, layer in self.model_runner.get_model().named_modules()
-                for part in ("lora_a_stacked", "lora_b_stacked")
-                for index, tensor in enumerate(getattr(layer, part, ()))
-            }
-        )
+            return checksums_of(dict(_weights(model)), until)
+        adapter = {
+            f"{name}.{part}.{index}": tensor
+            for name, layer in model.named_modules()
+            for part in ("lora_a_stacked", "lora_b_stacked")
+            for index, tensor in enumerate(getattr(layer, part, ()))
+        }
+        return checksums_of(adapter, until)
 
     def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The model runner's `reload_weights`, which only warns of parameters that were not loaded. Raises:
@@ -260,7 +262,7 @@ def in_time(source: Iterator[tuple[str, torch.Tensor]], until: float) -> Iterato
     """Yields the tensors. Raises: `TimeoutError` before the first tensor after the limit."""
     for item in source:
         if time.monotonic() > until:
-            raise TimeoutError(f"the install exceeded its time limit before tensor {item[0]}")
+            raise TimeoutError(f"the install {OVERDUE} before tensor {item[0]}")
         yield item
 
 
