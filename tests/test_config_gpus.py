@@ -22,7 +22,7 @@ PLAIN = replace(APART, pools=(), scoring_tasks=())
 
 
 def needs(limits: Limits = PLAIN, **given: Any) -> GpuNeeds:
-    return GpuNeeds(limits=limits, **{"replicas": 2, **given})
+    return GpuNeeds(limits=limits, **{"replicas": 2, "sleeps": True, **given})
 
 
 def parts(division: GpuDivision) -> tuple[float, float, float]:
@@ -171,6 +171,7 @@ def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -
     assert parts(divide_gpus(lent, [2.0, 2.0])) == (1.0, 2.0, 0.0), "each pool has one of the nodes"
     assert shortfall(replace(lent, replica_gpus=1.0, trainer_gpus=2.0), 4, [2.0, 2.0]) == ""
     assert "room for 2 of 4" in shortfall(replace(lent, replica_gpus=1.0, trainer_gpus=2.0), 4, [2.0])
+    assert room_for_replicas(replace(lent, replica_gpus=1.0, trainer_gpus=2.0), [1.0]) == 1, "no room for the ranks"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,11 @@ def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -
             "then they must use all GPUs of their nodes, but a node has 8; use 8, or set trainer.gpus_per_rank: 2, or "
             "give rollout a pool of its own",
         ),
-        ({"sleeps": False}, [4.0], "keep their memory without vLLM's sleep mode; set enable_sleep_mode: true"),
+        (
+            {"sleeps": False}, [4.0],
+            "rollout.engine_args.enable_sleep_mode is False: replicas share the GPUs of the trainer's ranks (pools), "
+            "and keep their memory without vLLM's sleep mode; use true",
+        ),
         ({"spread": True, "replica_gpus": 2.0}, [4.0], "so each must be on one node; use mp"),
         (
             {"replica_gpus": 4.0}, [4.0],

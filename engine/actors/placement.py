@@ -203,6 +203,7 @@ def _needs(plan: Plan) -> "GpuNeeds":
     return GpuNeeds(
         limits=plan.limits,
         replicas=len(plan.lives()),
+        sleeps=plan.rollout_sleeps,
         replica_gpus=plan.rollout_gpus,
         spread=plan.rollout_spread,
         samples_on_gpus=plan.samples_on_gpus,

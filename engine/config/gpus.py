@@ -33,6 +33,8 @@ class GpuNeeds:
     limits: Limits
     replicas: int
     """Including those that only validate."""
+    sleeps: bool
+    """Whether a sleeping replica gives the memory of its GPU back."""
     replica_gpus: float = 0.0
     spread: bool = False
     """The GPUs of a replica may be on several nodes."""
@@ -47,8 +49,6 @@ class GpuNeeds:
     store_gpus: float = 0.0
     shares: Sequence[float] = ()
     """Of `limits.pools`; empty: all processes get equal parts."""
-    sleeps: bool = True
-    """Whether a sleeping replica gives the memory of its GPU back."""
 
     @property
     def trainer_reserves(self) -> float:
@@ -94,6 +94,7 @@ def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
     return GpuNeeds(
         limits=limits,
         replicas=rollout.replicas + len(limits.validators()),
+        sleeps=rollout.backend != "vllm" or bool(rollout.engine_args.get("enable_sleep_mode")),
         replica_gpus=replica_gpus(rollout, vllm_for_cpu),
         spread=rollout.engine_args.get("distributed_executor_backend") == "ray",
         samples_on_gpus=samples_on_gpus(rollout, vllm_for_cpu),
@@ -103,7 +104,6 @@ def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
         trains_on_gpus=not on_cpu,
         store_gpus=float(rollout.transport != "object_store" and rollout.transport_backend == "nccl"),
         shares=tuple(pool.share or 0.0 for pool in config.pools),
-        sleeps=rollout.backend != "vllm" or bool(rollout.engine_args.get("enable_sleep_mode")),
     )
 
 
@@ -224,10 +224,12 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
 
 
 def room_for_replicas(needs: GpuNeeds, nodes: Sequence[float]) -> int:
-    """The number of replicas of `needs.replica_gpus` that fit beside the trainer and the store."""
+    """The number of replicas of `needs.replica_gpus` that fit beside the trainer and the store, or on the trainer's
+    GPUs."""
     free = FreeGpus(nodes)
     _place_trainer_and_store(needs, free)
-    return needs.guests + free.room(needs.replica_gpus)
+    guests = needs.guests if _trainer_fits(needs, nodes) else 0
+    return guests + free.room(needs.replica_gpus)
 
 
 def shortfall(needs: GpuNeeds, replicas: int, nodes: Sequence[float]) -> str:
@@ -258,7 +260,7 @@ def _require_store(needs: GpuNeeds, gpus: float) -> None:
 def _require_trainer(needs: GpuNeeds, nodes: Sequence[float]) -> None:
     """Raises: `ConfigError` if too few nodes have the GPUs of the ranks."""
     each, count = needs.reserves_of_node, needs.trainer_nodes
-    if not each or sum(gpus >= each for gpus in nodes) >= count:
+    if not each or _trainer_fits(needs, nodes):
         return
     law = f"its ranks need {gpus_text(each)} on one node; the largest node has {max(nodes):g}"
     if count > 1:
@@ -269,6 +271,10 @@ def _require_trainer(needs: GpuNeeds, nodes: Sequence[float]) -> None:
     fixes = [f"at most {most[count]}"] if most.get(count) else []
     fixes += [f"trainer.nodes: {n}" for n, ranks in most.items() if ranks >= needs.ranks and needs.ranks % n == 0][:1]
     raise ConfigError("trainer.ranks", needs.ranks, law, f"use {', or '.join(fixes) or 'fewer'}")
+
+
+def _trainer_fits(needs: GpuNeeds, nodes: Sequence[float]) -> bool:
+    return sum(gpus >= needs.reserves_of_node for gpus in nodes) >= needs.trainer_nodes
 
 
 def _require_guests(needs: GpuNeeds, nodes: Sequence[float]) -> None:
@@ -289,7 +295,7 @@ def _require_guests(needs: GpuNeeds, nodes: Sequence[float]) -> None:
         raise ConfigError("trainer.ranks", needs.ranks, law, ", or ".join(fixes))
     if not needs.sleeps:
         law = "replicas share the GPUs of the trainer's ranks (pools), and keep their memory without vLLM's sleep mode"
-        raise ConfigError("rollout.engine_args", "no enable_sleep_mode", law, "set enable_sleep_mode: true")
+        raise ConfigError("rollout.engine_args.enable_sleep_mode", False, law, "use true")
     if needs.spread:
         law = "replicas share the GPUs of the trainer's ranks (pools), so each must be on one node"
         raise ConfigError("rollout.engine_args.distributed_executor_backend", "ray", law, "use mp")

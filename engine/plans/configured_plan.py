@@ -156,12 +156,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         sinks=config.metrics.sinks.chosen(),
         endpoints=Path(config.run.dir) / FOLDER,
         trajectories=config.durability.trajectories,
-        store_policy=StorePolicy(
-            segment_bytes=config.durability.segment_mb << 20,
-            max_bytes=config.durability.max_bytes,
-            cache_bytes=config.durability.cache_mb << 20,
-            fsync=config.durability.fsync,
-        ),
+        store_policy=_store_policy(config),
         sample_policy=SamplePolicy(seed=config.run.seed, **config.samples.model_dump()),
         heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
@@ -170,12 +165,22 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         object_store_bytes=object_store_bytes(config, known_directory(config)),
         rollout_gpus=gpus.replica_gpus,
         rollout_spread=gpus.spread,
+        rollout_sleeps=gpus.sleeps,
         samples_on_gpus=gpus.samples_on_gpus,
         trainer_gpus=gpus.trainer_gpus,
         trainer_ranks=gpus.ranks,
         trainer_nodes=config.trainer.nodes,
         trains_on_gpus=gpus.trains_on_gpus,
         pool_shares=gpus.shares,
+    )
+
+
+def _store_policy(config: Config) -> StorePolicy:
+    return StorePolicy(
+        segment_bytes=config.durability.segment_mb << 20,
+        max_bytes=config.durability.max_bytes,
+        cache_bytes=config.durability.cache_mb << 20,
+        fsync=config.durability.fsync,
     )
 
 

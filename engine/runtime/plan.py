@@ -208,6 +208,8 @@ class Plan:
     """GPUs of each replica. Above 1 it is a whole number, all on one node."""
     rollout_spread: bool = False
     """GPUs of a replica may be on several nodes, because vLLM's Ray executor reserves them one by one."""
+    rollout_sleeps: bool = True
+    """Whether a sleeping replica gives the memory of its GPU back."""
     samples_on_gpus: bool = True
     """Whether replicas use GPUs, if the cluster has any."""
     trainer_gpus: float = 0.0

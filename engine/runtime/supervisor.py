@@ -98,8 +98,9 @@ class Supervisor:
         workers += [self._make((ADDED_STATES, 0))] if self._plan.limits.added_states else []
         others = [self._make((TRAINER, 0)).bring_up(restore), *(life.bring_up() for life in workers)]
         enough = max(1, min(await self._processes.room(), len(replicas)))
-        if self._plan.shares_gpus:  # one after another, because vLLM measures what is free on its GPU as it starts
+        if self._plan.shares_gpus:  # vLLM measures what is free on its GPU as it starts
             await asyncio.gather(*others)
+        if 0 < self._plan.rollout_gpus < 1:  # replicas may be on one GPU, so they start one after another
             for life in replicas[:enough]:
                 life.opening = life.bring_up()
                 await life.opening

@@ -16,7 +16,7 @@ from ray_plans import Mortal, plan, restore_mortal
 
 from engine.actors import placement
 from engine.commands import Command, SaveCheckpoint, ScoreBatch, StartGroup, TrainStep
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -126,29 +126,43 @@ async def test_a_stopped_actor_is_not_placed_again(tmp_path: Path, cluster: RayO
     assert scene.handle("rollout-0/1") is stopped and len(scene.lost) == 1
 
 
-POOL = Pool(tasks=("rollout", "reward", "train", "validation"), replicas=(0,))
+POOL = Pool(tasks=("rollout", "reward", "train", "validation"), replicas=(0, 1))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "pools", "shared"), [(0.5, 1, (), True), (1.0, 1, (), False), (1.0, 2, (POOL,), True)]
+    ("gpus", "ranks", "pools", "begun"),
+    [(0.5, 1, (), [(0, 0), (1, 0)]), (1.0, 1, (), [(1, 1), (1, 1)]), (1.0, 2, (POOL,), [(0, 0), (1, 1)])],
 )
 @played
 async def test_the_trainer_loads_before_replicas_that_share_its_gpu(
-    tmp_path: Path, cluster: RayOfHandles, gpus: float, ranks: int, pools: tuple[Pool, ...], shared: bool
-) -> None:
+    tmp_path: Path, cluster: RayOfHandles, gpus: float, ranks: int, pools: tuple[Pool, ...],
+    begun: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    """`begun`: starts of each replica before and after that of the trainer. Two on one GPU start one after another."""
     cluster.up_at_once = False
     limits = replace(plan(tmp_path).limits, pools=pools)
     given: dict[str, Any] = {"limits": limits, "rollout_gpus": gpus, "trainer_gpus": gpus * ranks}
-    scene = Scene(tmp_path, cluster, replicas=1, trainer_ranks=ranks, **given)
+    scene = Scene(tmp_path, cluster, replicas=2, trainer_ranks=ranks, **given)
     opening = asyncio.ensure_future(scene.supervisor.open())
     await settled()
-    replica, trainer = scene.handle("rollout-0/1"), scene.handle("trainer/1")
-    assert len(trainer.opened_with) == 1 and len(replica.opened_with) == (not shared)
+    replicas, trainer = [scene.handle("rollout-0/1"), scene.handle("rollout-1/1")], scene.handle("trainer/1")
+    assert len(trainer.opened_with) == 1 and tuple(len(replica.opened_with) for replica in replicas) == begun[0]
     trainer.opens.set()
     await settled()
-    assert len(replica.opened_with) == 1 and not opening.done()
-    replica.opens.set()
+    assert tuple(len(replica.opened_with) for replica in replicas) == begun[1] and not opening.done()
+    for replica in replicas:
+        replica.opens.set()
     await opening
+
+
+def test_a_cluster_refuses_replicas_that_share_gpus_of_ranks_but_do_not_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "node_gpus", lambda: [2.0])
+    shared = plan(tmp_path, replicas=2, limits=replace(plan(tmp_path).limits, pools=(POOL,)), trainer_ranks=2)
+    assert placement.with_gpus(shared)[0].guests == (0, 1)
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        placement.with_gpus(replace(shared, rollout_sleeps=False))
 
 
 @pytest.mark.parametrize("kind", [REPLICA, TRAINER])
