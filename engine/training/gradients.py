@@ -74,14 +74,15 @@ class Policy:
         self._logprobs_of = torch.compile(logprobs_of, dynamic=True) if settings.compile else logprobs_of
         if ranks.count == 1:
             self._parts, self.packing, self._routers = _examine(model, settings)
+            self._examined = True
             if bf16:  # several ranks gather float32 shards as bfloat16
                 self.masters.divide(model)
             self._root = ranks.shard(model, device, bf16=bf16)
         else:
             self._parts, self.packing, self._routers = None, PADDED, None
+            self._examined = False
             self._root = ranks.shard(model, device, bf16=bf16)
             fill_model(model, missing or {}, ranks)
-        self._examined = ranks.count == 1
         if not ranks.on_host:
             self.examine()
         self.masters.place(ranks.home(device), on_host=settings.cpu_offload)

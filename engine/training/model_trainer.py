@@ -131,6 +131,7 @@ class ModelTrainer:
         self._notes = RolloutNotes([])
         self._memory, self._copies = (ReusedMemory(pins=device.type == "cuda") for _ in range(2))
         self._progressed: Callable[[], None] = lambda: None
+        self._release_gathered()
 
     def watch_progress(self, progressed: Callable[[], None]) -> None:
         """See `protocols.ReportsProgress`: after each pass, published tensor and saved part."""
@@ -279,6 +280,7 @@ class ModelTrainer:
         for index, whole in enumerate(self.published()):
             if memory is not None:
                 memory.tensors[index].copy_(whole)
+        self._release_gathered()
         return PublishedTensors({}, "") if memory is None else memory.complete()
 
     def published(self) -> Iterator[Tensor]:
@@ -316,6 +318,12 @@ class ModelTrainer:
             Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
             config_dtype=self._config_dtype, files=self._files, progressed=self._progressed,
         )  # fmt: skip
+        self._release_gathered()
+
+    def _release_gathered(self) -> None:
+        """Release the memory of whole tensors, which torch keeps, to replicas that take turns with this trainer."""
+        if self.ranks.on_host:
+            torch.cuda.empty_cache()
 
     def load(self, directory: str) -> StepId:
         """Go on from a checkpoint, whose tensors are restored to the bit. Returns the train steps it contains. Later

@@ -154,6 +154,8 @@ class Sharded(Ranks):
         fully_shard(root, **options)
         home = torch.device("cpu") if self.on_host or isinstance(self._offload, CPUOffloadPolicy) else device
         replace_parameters(model, lambda own: torch.empty_like(own, device=home) if own.is_meta else own)
+        if self.on_host:  # FSDP has moved parameters with values, and buffers, to the device
+            self.move(root, Tensor.cpu)
         return root
 
     def release(self, root: Root) -> None:

@@ -18,6 +18,7 @@ from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.training.batch import sample_of_answer
 from engine.training.layout import Layout, Prefix, buckets_of
+from engine.training.lora import Lora
 from engine.training.model_checkpoint import optimizer_tensors
 from engine.training.model_trainer import ModelTrainer
 from engine.training.packed_attention import packed_attention, why_not_varlen
@@ -117,12 +118,15 @@ def test_a_sharded_rank_that_left_the_gpu_returns_with_the_same_bits(
     assert trainer.train(batch(1))["grad_norm"] == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.parametrize("options", [{}, {"lora": Lora(rank=2)}])
 def test_a_sharded_rank_that_is_made_in_host_memory_comes_to_the_gpu(
-    model_path: str, batch: MakeBatch, sharded: Ranks
+    model_path: str, batch: MakeBatch, sharded: Ranks, options: dict[str, Any]
 ) -> None:
-    """As those that take turns with replicas."""
-    trainer = trainer_of(model_path, ranks=Sharded(torch.device(GPU), on_host=True), bf16="off")
-    alone = trainer_of(model_path, bf16="off")
+    """As those that take turns with replicas. An adapter, and the buffers, have values before the model is sharded."""
+    trainer = trainer_of(model_path, ranks=Sharded(torch.device(GPU), on_host=True), bf16="off", **options)
+    alone = trainer_of(model_path, bf16="off", **options)
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    assert {own_part(value).device.type for value in tensors} == {"cpu"}
     assert {own_part(value).device.type for value in trainer.policy.trained} == {"cpu"}
     for step in (0, 1):
         trainer.onload()

@@ -4,6 +4,7 @@ On a CPU, `torch.clone` is a move to other memory: whatever still reads the old 
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.training.model_trainer import ModelTrainer
-from engine.training.ranks import Ranks, Sharded
+from engine.training.ranks import ALONE, ON_HOST, Ranks, Sharded
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
@@ -50,6 +51,19 @@ def test_a_trainer_that_was_moved_takes_the_same_steps(model_path: str, batch: M
 def test_a_rank_that_was_moved_takes_the_same_steps(model_path: str, batch: MakeBatch, sharded: Ranks) -> None:
     """Embeddings, final norm and head are in no layer, and belong to FSDP's root."""
     train_and_move(batch, model_path=model_path, settings=TrainerSettings(**SETTINGS), ranks=sharded)
+
+
+@pytest.mark.parametrize("ranks", [ALONE, ON_HOST])
+def test_a_trainer_that_takes_turns_releases_what_it_gathers_to_publish_and_to_save(
+    model_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: Ranks
+) -> None:
+    released: list[None] = []
+    trainer = ModelTrainer(model_path, TrainerSettings(**SETTINGS), ranks=ranks)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(None))
+    trainer.weights()
+    assert len(released) == ranks.on_host
+    trainer.save(str(tmp_path / "checkpoint"), 0)
+    assert len(released) == 2 * ranks.on_host
 
 
 def test_offloaded_shards_and_moments_stay_where_their_gradients_arrive(
