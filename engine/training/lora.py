@@ -73,6 +73,8 @@ class Lora(Section):
         unknown = [name for name in self.target_modules if name not in available]
         if unknown:
             law = f"the model has no linear layer named {', '.join(unknown)}"
+            if OF_EXPERTS.intersection(unknown):
+                law += " that can have an adapter: in a model with experts, layers with experts' names get none"
             fix = f"use {ALL_LINEAR}, or names from {', '.join(available)}"
             raise ConfigError(f"{FIELD}.target_modules", list(self.target_modules), law, fix)
         return [name for name in available if name in self.target_modules]
