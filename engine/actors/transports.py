@@ -8,6 +8,7 @@ torch before weights arrive, because some of these processes set their thread co
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import mmap
 import os
 import sys
@@ -35,6 +36,8 @@ from engine.training.shared_weights import (
     publication_of,
     published_in,
 )
+
+log = logging.getLogger(__name__)
 
 # -- from the weights store to an inference engine ---------------------------------------------------------------------
 
@@ -411,7 +414,11 @@ class ObjectStoreTransport:
     async def take(self, ask: Ask) -> Any:
         answer = await ask(False)
         if isinstance(answer, SharedPlace):
-            found = await asyncio.to_thread(find, answer.manifest, answer.publication, answer.pid)
+            try:
+                found = await asyncio.to_thread(find, answer.manifest, answer.publication, answer.pid)
+            except OSError:
+                log.warning("shared weights cannot be mapped, so this process copies them", exc_info=True)
+                found = None
             if found is not None:
                 return found
             answer = await ask(True)
@@ -434,7 +441,7 @@ class DistributedTransport:
         """Named, so that the processes of one machine know that they have the same."""
         return PublishedTensors(weights, publication_of(weights)) if _tensors(weights) else weights
 
-    def hand_out(self, packed: Any, apart: bool = True) -> Any:
+    def hand_out(self, packed: Any, apart: bool) -> Any:
         if not _tensors(packed):
             return packed
         from engine.rollout.torch import transfer
@@ -451,7 +458,7 @@ class DistributedTransport:
         return await self.take(ask)
 
     async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
-        return self.hand_out(kept)
+        return self.hand_out(kept, apart)
 
     async def take(self, ask: Ask) -> Any:
         """Raises: `EngineError` if the other side does not answer, ends or stalls."""
@@ -487,7 +494,7 @@ class VllmTransport:
         return self.inward.pack(weights)
 
     def hand_out(self, packed: Any, apart: bool) -> Any:
-        return self.inward.hand_out(packed)
+        return self.inward.hand_out(packed, apart)
 
     async def keep(self, ask: Ask) -> Any:
         """Keep the tensors on the store's GPU, if it has one, so that an install does not wait for a copy."""
@@ -496,7 +503,7 @@ class VllmTransport:
 
     async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
         if reader is None:
-            return self.inward.hand_out(kept.named())
+            return self.inward.hand_out(kept.named(), apart)
         store = ray.get_runtime_context().current_actor
         return SentByStore(manifest=kept.manifest, wire=self.settings.wire, store=store, reader=reader)
 

@@ -233,8 +233,12 @@ def open_publication(publication: str, pid: int | None = None) -> int | None:
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue  # dropped meanwhile, or this process may not read it
-        if publication_in(handle) == publication and hold(handle) and publication_in(handle) == publication:
-            return handle
+        try:
+            if publication_in(handle) == publication and hold(handle) and publication_in(handle) == publication:
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
         os.close(handle)
     return None
 

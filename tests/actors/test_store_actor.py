@@ -191,6 +191,22 @@ def test_a_reader_on_another_machine_gets_a_copy_through_ray(monkeypatch: pytest
     asyncio.run(story())
 
 
+def test_a_reader_that_cannot_map_the_memory_asks_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = publication()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no address space")
+
+    async def story() -> None:
+        async def give(apart: bool) -> Any:
+            return [asyncio.sleep(0, transports.pack_tensors(tensors))] if apart else transports.place_of(tensors)
+
+        assert equal(await ObjectStoreTransport().take(give), tensors)
+
+    monkeypatch.setattr(transports, "find", fail)
+    asyncio.run(story())
+
+
 def test_a_store_on_another_machine_asks_the_trainer_for_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = publication()
 

@@ -19,6 +19,7 @@ from engine.training.shared_weights import (
     ReusedMemory,
     find,
     find_links,
+    open_publication,
     publication_in,
     publication_of,
     turn,
@@ -33,6 +34,19 @@ def published(publication: str = "") -> PublishedTensors:
         return memory.complete()
     finally:
         memory.close()
+
+
+def test_a_failed_search_for_a_publication_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = published()
+
+    def fail(*_: int) -> bytes:
+        raise OSError("cannot be read")
+
+    monkeypatch.setattr(os, "pread", fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="cannot be read"):
+        open_publication(weights.publication, os.getpid())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_replicas_of_one_machine_hold_one_copy_of_each_version() -> None:
