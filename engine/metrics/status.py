@@ -309,7 +309,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
         return f"publishing version {training.latest_version + 1}, after step {training.steps_trained - 1}"
     if formed is not None:
         waits_for = (
-            "its pool: replicas are going to sleep" if cause == "pool" else "replicas to take the newest weights"
+            "its pool: replicas go to sleep or start" if cause == "pool" else "replicas to take the newest weights"
         )
         return f"step {formed.id} waits for {waits_for}"
     if cause == "starting":

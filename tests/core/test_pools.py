@@ -20,6 +20,7 @@ from engine.events import (
     DrainRequested,
     ProcessLost,
     ProcessUp,
+    ProcessWaits,
     ReplicaPaused,
     RowsFailed,
     RowsMeasured,
@@ -194,13 +195,31 @@ def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
     assert resumed and all(order.replica == 0 for order in resumed), "they continue elsewhere, from their prefixes"
 
 
+def test_training_waits_for_a_starting_replica_only_if_the_replica_has_room() -> None:
+    run = small(TOGETHER)
+    run.finish(0, 1)
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    assert not run.ordered(TrainStep), "it takes its GPU before it is up"
+    run.tell(ProcessWaits(kind="replica", index=0, incarnation=2, reason="no room"))
+    assert len(run.ordered(TrainStep)) == 1
+
+
+def test_training_does_not_wait_for_a_replica_beyond_its_restart_budget() -> None:
+    run = small((Pool(tasks=("rollout", "train"), replicas=(0, 1)),), replicas=2, slots=2, replica_restarts=1)
+    run.finish(*run.running_on(0))
+    sleep(run, 0)
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    assert not run.ordered(TrainStep)
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="it could not be started"))
+    assert len(run.ordered(TrainStep)) == 1
+
+
 def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
     run = small(TOGETHER)
     run.finish(0, 1)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    assert len(run.ordered(TrainStep)) == 1, "who is lost uses nothing"
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
-    assert states(run) == ["yielding"] and not run.running()
+    assert states(run) == ["yielding"] and not run.running() and not run.ordered(TrainStep)
     run.tell(ReplicaPaused(**place(run)))
     run.train()
     run.publish()
@@ -219,6 +238,8 @@ def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() ->
     run.tell(SyncFailed(**place(run), version=0, reason="no memory"))
     assert states(run) == ["down"] and not run.ordered(TrainStep), "its process still has the memory"
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="it was stopped"))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
+    sleep(run)
     assert len(run.ordered(TrainStep)) == 1
 
 
