@@ -160,7 +160,7 @@ def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -
     assert parts(divide_gpus(needs(SHARED, ranks=4), [4.0])) == (1.0, 4.0, 0.0)
     assert parts(divide_gpus(needs(SHARED, ranks=4, replica_gpus=2.0), [4.0])) == (2.0, 4.0, 0.0)
     assert divide_gpus(needs(SHARED, ranks=4), [4.0]).notes == (
-        "2 of the 4 GPUs of the trainer's ranks have no replica: raise the replicas of their pool, or "
+        "2 of the 4 GPUs of the trainer's ranks have no replica: raise the number of replicas of their pool, or "
         "tensor_parallel_size",
     )
     twice = replace(SHARED, pools=(replace(SHARED.pools[0], replicas=tuple(range(8))),))
@@ -179,13 +179,14 @@ def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -
     [
         (
             {}, [8.0],
-            "then they must use all GPUs of their nodes, but a node has 8; use 8, or set trainer.gpus_per_rank: 2, or "
-            "give rollout a pool of its own",
+            "its ranks use 4 of the 8 GPUs of a node, but ranks that share GPUs with replicas (pools) must use every "
+            "GPU of a node; use 8, or set trainer.gpus_per_rank: 2, or give rollout a pool of its own",
         ),
+        ({"ranks": 2, "trainer_gpus": 4.0}, [8.0], "; use 4, or set trainer.gpus_per_rank: 4, or give"),
         (
             {"sleeps": False}, [4.0],
             "rollout.engine_args.enable_sleep_mode is False: replicas share the GPUs of the trainer's ranks (pools), "
-            "and keep their memory without vLLM's sleep mode; use true",
+            "and vLLM frees no memory without its sleep mode; use true",
         ),
         ({"spread": True, "replica_gpus": 2.0}, [4.0], "so each must be on one node; use mp"),
         (
@@ -198,7 +199,7 @@ def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -
 def test_ranks_that_cannot_share_their_gpus_are_refused(
     changes: dict[str, Any], nodes: list[float], words: str
 ) -> None:
-    assert words in refused(needs(SHARED, ranks=4, **changes), nodes)
+    assert words in refused(needs(SHARED, **{"ranks": 4, **changes}), nodes)
 
 
 # -- the GPUs of one process may not be those of another ---------------------------------------------------------------

@@ -369,9 +369,9 @@ def test_vllm_takes_a_share_of_its_device_and_what_is_left_is_cache() -> None:
     said = "\n".join(memory_lines(MODEL, served({"tensor_parallel_size": 2, "max_num_seqs": 9})))
     assert "ok: each of the 2 workers of a replica needs at least 1.3 MB (1.0 MB weights + 0.3 MB KV cache" in said
     assert "; 9 requests of that length at once fill 2.9 MB of cache" in said
-    assert "at most 2 versions in shared memory, 8.0 MB" in said
+    assert "holds 2 versions in shared memory, 8.0 MB" in said
     said = "\n".join(memory_lines(MODEL, served({}, transport="distributed")))
-    assert "at most 2 versions in shared memory, 8.0 MB" in said
+    assert "holds 2 versions in shared memory, 8.0 MB" in said
     args = {"gpu_memory_utilization": 0.5}
     said = "\n".join(memory_lines(MODEL, served(args, device_memory_gb=0.01)))
     assert "vLLM takes 5.0 MB of its device (0.5 * 0.01 GB): 3.0 MB of cache, 4 requests of that length" in said

@@ -88,7 +88,7 @@ def hide_gpus() -> None:
 
 
 def let_blocks_grow() -> None:
-    """Have torch's allocator of GPU memory grow its blocks, unless the user has configured it: passes have ever new
+    """Have torch's allocator of GPU memory grow its blocks, unless the user has configured it: each pass has new
     sizes, which would fragment blocks of fixed sizes. Call it before torch is imported. Child processes inherit it."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the former name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,8 +1,8 @@
 """The two store actors, which survive replicas and trainer, and their clients for the workers.
 
 The trajectory store keeps packed groups, on disk or in memory. The weights store fetches weights from the trainer and
-keeps them as the run's transport requires: as references into Ray's object store, or as tensors in its own memory. Both
-survive the trainer.
+keeps them as the run's transport requires: as the open file of the trainer's shared memory, as references into Ray's
+object store, or as tensors in its own memory. Both survive the trainer.
 """
 
 import asyncio

@@ -347,7 +347,8 @@ class HeldMemory:
 
 
 Ask = Callable[[bool], Any]
-"""Calls another actor. The answer may be a `SharedPlace`, unless the argument is true: then this machine lacks it."""
+"""Calls another actor. The argument says that this machine cannot map the weights. If it is false, the answer may be a
+`SharedPlace`."""
 
 
 class Transport(Protocol):
@@ -417,7 +418,7 @@ class ObjectStoreTransport:
             try:
                 found = await asyncio.to_thread(find, answer.manifest, answer.publication, answer.pid)
             except OSError:
-                log.warning("shared weights cannot be mapped, so this process copies them", exc_info=True)
+                log.warning("shared weights cannot be mapped; they come through Ray's object store", exc_info=True)
                 found = None
             if found is not None:
                 return found

@@ -172,7 +172,10 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     for address in dict.fromkeys(paths_in(config.model_dump(mode="json"))):
         if address.startswith(HUB) and not names_commit(address):
-            yield f"{address} names no commit: an upload to this dataset changes the rows of a run that goes on"
+            yield (
+                f"{address} names no commit: after an upload to this dataset, a resumed run would read other rows; add "
+                "@ and the 40 digits of a commit after the name"
+            )
     if not config.held_out:
         yield "no data.validation_path: the run does not validate"
     if len(config.reward.names) > 1 and not config.reward.correct_names:

@@ -285,16 +285,16 @@ def _require_guests(needs: GpuNeeds, nodes: Sequence[float]) -> None:
     each, largest = needs.reserves_of_node, max(nodes)
     if largest > each:
         law = (
-            f"its ranks use {gpus_text(each)} on a node, and replicas share them (pools); then they must use all GPUs "
-            f"of their nodes, but a node has {largest:g}"
+            f"its ranks use {each:g} of the {largest:g} GPUs of a node, but ranks that share GPUs with replicas "
+            "(pools) must use every GPU of a node"
         )
         all_gpus = largest * needs.trainer_nodes
-        fixes = [f"use {all_gpus:g}", "give rollout a pool of its own"]
+        fixes = [f"use {all_gpus * needs.ranks / needs.trainer_reserves:g}", "give rollout a pool of its own"]
         if all_gpus % needs.ranks == 0:
             fixes.insert(1, f"set trainer.gpus_per_rank: {all_gpus / needs.ranks:g}")
         raise ConfigError("trainer.ranks", needs.ranks, law, ", or ".join(fixes))
     if not needs.sleeps:
-        law = "replicas share the GPUs of the trainer's ranks (pools), and keep their memory without vLLM's sleep mode"
+        law = "replicas share the GPUs of the trainer's ranks (pools), and vLLM frees no memory without its sleep mode"
         raise ConfigError("rollout.engine_args.enable_sleep_mode", False, law, "use true")
     if needs.spread:
         law = "replicas share the GPUs of the trainer's ranks (pools), so each must be on one node"
@@ -451,5 +451,5 @@ def _without_replicas(needs: GpuNeeds) -> Iterator[str]:
     if needs.guests and idle:
         yield (
             f"{idle} of the {gpus_text(needs.trainer_reserves)} of the trainer's ranks have no replica: raise the "
-            "replicas of their pool, or tensor_parallel_size"
+            "number of replicas of their pool, or tensor_parallel_size"
         )

@@ -418,7 +418,10 @@ def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
     need = f"note: {versions_held(config)} weights versions need {wanted / 1e9:.1f} GB of"
     if config.cluster.joined() is None and not config.trainer.custom:
         if wanted > memory_bytes():
-            yield f"{need} shared memory, but this machine has {memory_bytes() / 1e9:.1f} GB"
+            yield (
+                f"{need} shared memory, but this machine has {memory_bytes() / 1e9:.1f} GB of memory in all: train an "
+                "adapter (trainer.lora) or a smaller model, or set trainer.publish_dtype: bfloat16"
+            )
     elif wanted > limit:
         yield (
             f"{need} object store, but only {limit / 1e9:.1f} GB are available (30 % of memory, /dev/shm): Ray moves "

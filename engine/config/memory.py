@@ -333,7 +333,10 @@ def _vllm_lines(model: Model, config: Config, devices: Devices) -> Iterator[str]
     )
     if rollout.transport != "vllm":
         version = float(published_bytes(config, model.bytes) * model.trained)
-        yield f"ok: a machine with replicas holds at most 2 versions in shared memory, {_size(2 * version)}"
+        yield (
+            f"ok: a machine with replicas holds 2 versions in shared memory, {_size(2 * version)}, and one more for "
+            "each validation of an older version"
+        )
     if device.gigabytes:
         given = {**memory_args(device.part, args), **args}
         share = 1.0 if args.get("kv_cache_memory_bytes") else given.get("gpu_memory_utilization", MEMORY_SHARE)

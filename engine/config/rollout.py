@@ -154,13 +154,13 @@ class RolloutSection(Section):
         300.0,
         gt=0,
         le=86_400,
-        description="Maximum seconds to install weights in vLLM; then the old weights are restored. A check of the "
-        "weights counts; one that is cut only logs a warning.",
+        description="Maximum seconds to install weights in vLLM, with their check (check_weights). A longer install is "
+        "undone. A longer check logs a warning; the weights may then be loaded once more, within the same limit.",
     )
     check_weights: Literal["first", "always", "never"] = Field(
         "first",
-        description="Installs after which each vLLM worker must prove that it holds the published weights: the first "
-        "one of a replica, always or never. A check installs the version again and reads all weights.",
+        description="Installs after which each vLLM worker must prove that it holds the published weights. first: the "
+        "first one after each start of a replica's process. A check installs the version again and reads all weights.",
     )
 
     urls: list[str] = Field(

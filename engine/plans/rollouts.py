@@ -238,8 +238,8 @@ def vllm_args(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 
 def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
-    """The replica's server, with the run's initial weights. Raises: `ConfigError` if the environment has no usable key,
-    or the server cannot be used."""
+    """The replica's server, with the run's initial weights. Raises: `ConfigError` if the variable of the key holds no
+    usable one, or the server cannot be used."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from engine.rollout.openai.openai_backend import OpenAIBackend

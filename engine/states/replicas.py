@@ -219,8 +219,8 @@ class Replicas:
         return max(versions, default=NO_VERSION), self.free_slots - sum(free for _, _, free in own)
 
     def slow(self, factor: float | None) -> list[Replica]:
-        """Replicas that take more than `factor` times as long for a token as the median of the others, by pace. Visits
-        these replicas only: a faster one has a higher median of others."""
+        """Replicas that take more than `factor` times as long for a token as the median of the others, in the order of
+        their ids. Visits these replicas only: a faster one has a higher median of others."""
         found: list[ReplicaId] = []
         paces = list(self._paces)  # other threads may ask
         if factor is None or len(paces) < 2:

@@ -73,7 +73,8 @@ class Step:
     """Response tokens of its groups."""
     reward_mean: float = 0.0
     setbacks: dict[str, int] = field(default_factory=dict)
-    """Once it is finished: how often groups were set back (`Training.setbacks`) since the step before it finished."""
+    """Once it is finished: how often groups were aborted, resumed, filtered and failed since the step before it
+    finished."""
     done: tuple[int, ...] = ()
     """Scoring tasks done in this attempt, by their place in `Limits.scoring_tasks`."""
     acts: int = 0

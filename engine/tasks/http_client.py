@@ -150,8 +150,8 @@ def problem_of_key(variable: str) -> tuple[str, str] | None:
         return "is not set in the environment, or is empty", "set this environment variable to the key"
     if not key.isprintable():
         return (
-            "holds a key with a control character, such as a line break, or one that is not UTF-8",
-            "set this environment variable to the key alone",
+            "holds a key that contains a control character (such as a line break) or is not valid UTF-8",
+            "set this environment variable to the key alone, without a line break",
         )
     return None
 

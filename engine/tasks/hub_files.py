@@ -1,7 +1,7 @@
 """Data files of a dataset on the Hugging Face hub, downloaded once into its local cache.
 
     hf://datasets/openai/gsm8k/main/train-*.parquet
-    hf://datasets/openai/gsm8k@e53f048/main/train-*.parquet       a revision: a commit, branch or tag
+    hf://datasets/openai/gsm8k@v1.0/main/train-*.parquet          a revision: a commit, branch or tag
 
 Called by `data_files.py`. Without a connection, the cache serves.
 """
@@ -45,7 +45,8 @@ def download_files(address: str, config_field: str) -> Path:
         raise ConfigError(config_field, address, f"the hub refuses this dataset{status}", fix) from error
     except Exception as error:  # whatever its HTTP client raises without a connection
         law = f"is not in the local cache, and cannot be downloaded: {reason_of(error)}"
-        fix = f"download it where there is a connection: hf download {name} --repo-type dataset"
+        at = f" --revision {revision}" if revision else ""
+        fix = f"download it where there is a connection: hf download {name} --repo-type dataset{at} --include '{files}'"
         raise ConfigError(config_field, address, law, fix) from error
     found = Path(glob.escape(folder)) / files
     if not glob.glob(str(found), recursive=True):

@@ -50,7 +50,7 @@ class Ranks:
     index = 0
     count = 1
     on_host = False
-    """Models begin in host memory, because replicas may be on the device. `move` brings them there."""
+    """Models begin in host memory, because replicas may be on the device. `move` brings the models to the device."""
 
     def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Root:
         """Bring a model to the device. Parameters are replaced: make optimizers afterwards. Those without values get

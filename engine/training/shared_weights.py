@@ -244,7 +244,7 @@ def open_publication(publication: str, pid: int | None = None) -> int | None:
 
 
 def published_in(memory: Any, manifest: Manifest, publication: str) -> PublishedTensors:
-    """The tensors of a publication, of whose memory this is a copy."""
+    """The tensors of a publication. `memory`: a copy of its memory."""
     return _named(_views(memory, manifest), manifest, publication)
 
 

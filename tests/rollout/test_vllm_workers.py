@@ -147,23 +147,24 @@ def test_an_install_that_fails_in_the_second_worker_leaves_the_old_weights(engin
 
 
 @pytest.mark.parametrize(
-    ("faults", "name"),
+    ("faults", "wrong"),
     [
-        (["change model.norm.weight"], r"model\.norm\.weight"),
-        (["none", "alter model.layers.0.self_attn.q_proj.weight"], r"model\.layers\.0\.self_attn\.q_proj\.weight"),
+        (["change model.norm.weight"], r"changed when the same version was loaded again: \S*model\.norm\.weight"),
+        (
+            ["none", "alter model.layers.0.self_attn.q_proj.weight"],
+            r"given other values than the published ones: model\.layers\.0\.self_attn\.q_proj\.weight",
+        ),
     ],
     ids=["in memory", "on its way"],
 )
 def test_a_checked_install_fails_if_the_second_worker_holds_other_weights(
-    engine: Any, faults: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+    engine: Any, faults: list[str], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         old, new = engine.version, engine.version + 1
         monkeypatch.setattr(engine._incoming, "checks", "always")
         set_faults(engine, *faults)
-        with pytest.raises(
-            EngineError, match=f": worker 1: RuntimeError: 1 tensor differs from the published weights: {name}$"
-        ):
+        with pytest.raises(EngineError, match=f": worker 1: RuntimeError: .*{wrong}$"):
             await install(engine, new, model_of(engine.kind, new).state_dict())
         await assert_sampled(engine, old)
         await install(engine, new, model_of(engine.kind, new).state_dict())

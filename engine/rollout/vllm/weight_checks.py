@@ -1,4 +1,4 @@
-"""Finds installs that went wrong without an error: parameters without new weights, weights other than the published.
+"""Finds installs that went wrong without an error: parameters without new weights, other weights than published.
 
 `rollout.vllm.worker_extension` calls it in a worker, `rollout.vllm.weight_receiver` in the replica, `actors.transports`
 in the weights store. It must keep no threads: some of these processes fork.

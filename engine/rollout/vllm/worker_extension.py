@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class WeightsExtension:
     weight_transfer_engine: Any
     _weight_update_active: bool
     _held: Mapping[str, str] | None = None
-    """During a check: checksums of what this worker held at its start."""
+    """During a check: checksums of what this worker held when the check began."""
     _given: dict[str, str]
     """During a check: checksums of the tensors that were given to this worker to load."""
     _loaded: Set[str] | None
@@ -134,15 +134,15 @@ class WeightsExtension:
     def compare_with(self, published: Mapping[str, str], limit_s: float) -> None:
         """End a check. `published`: checksums of the published tensors, by the names in the model's files. Raises:
         `TimeoutError` after `limit_s`; `RuntimeError` that names the tensors that this worker was given otherwise, or
-        its own parameters, by vLLM's names, that got no new weights or differed from the published ones."""
+        its own parameters, by vLLM's names, that got no new weights or changed with the second load."""
         held, given = self._held, self._given
         assert held is not None
         self.end_check()
         self._require_loaded(self._loaded)
-        found = differing(published, given) or differing(held, self._held_checksums(limit_s))
-        if found:
-            many = "1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ"
-            raise RuntimeError(f"{many} from the published weights: {', '.join(found[:5])}")
+        if wrong := differing(published, given):
+            raise RuntimeError(f"this worker was given other values than the published ones: {_shown(wrong)}")
+        if changed := differing(held, self._held_checksums(limit_s)):
+            raise RuntimeError(f"parameters changed when the same version was loaded again: {_shown(changed)}")
 
     def _held_checksums(self, limit_s: float) -> Mapping[str, str]:
         """Of this worker's part of what versions consist of: the model, or the adapter."""
@@ -178,7 +178,7 @@ class WeightsExtension:
         parameters = {name.replace(wrapped, ".") if wrapped else name for name, _ in model.named_parameters()}
         missing = not_loaded(parameters, loaded, quantized=self.vllm_config.model_config.quantization is not None)
         if missing:
-            raise RuntimeError(f"{counted(len(missing), 'parameter')} got no new weights: {', '.join(missing[:5])}")
+            raise RuntimeError(f"{counted(len(missing), 'parameter')} got no new weights: {_shown(missing)}")
         self._loads_everything = loaded is not None
 
     def require_complete_installs(self) -> None:
@@ -231,6 +231,11 @@ def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, file.get_tensor(name)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def with_aliases(
