@@ -245,7 +245,7 @@ class IdleTime:
             return bound
         if ledger.waiting or ledger.parked:
             _, free = replicas.room_beside(replicas.slow(state.limits.straggler_factor))
-            if not free and any(map(replicas.is_limited, replicas.rollouts)):
+            if free <= 0 and any(map(replicas.is_limited, replicas.rollouts)):
                 return "concurrency"
         if ledger.waiting:
             return "other"
@@ -274,7 +274,9 @@ class IdleTime:
             self.trainer_cause = "restarting"
         elif waits:
             lease = state.pools.of("train")
-            self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
+            replicas = [state.replicas.by_id[id] for id in lease.replicas if id in state.replicas.by_id]
+            taken = lease.shared and (lease.task == ROLLOUT or any(replica.process.loads for replica in replicas))
+            self.trainer_cause = "pool" if taken else "waiting_for_weight_sync"
         elif state.orders.open("inspect"):
             self.trainer_cause = "inspecting"
         elif state.publishing:

@@ -291,7 +291,7 @@ def _limit_of_groups(state: State) -> str:
         return "scheduler.max_concurrent_groups"
     slow = state.replicas.slow(state.limits.straggler_factor)
     _, free = state.replicas.room_beside(slow)
-    return "" if free else SLOTS
+    return "" if free > 0 else SLOTS
 
 
 def _work_s(calls: FunctionCalls) -> float:
@@ -420,8 +420,8 @@ def _unordered(state: State) -> Iterator[Wait]:
     for step in state.training.formed_steps:
         if step.state == "scoring" and not state.scoring(step):
             by = f"step {step.id} on {_groups(len(step.groups))}"
-            doing = "waiting for its pool, or for replicas to take the newest weights"
-            ends = "ReplicaPaused, WeightsInstalled or BatchScored"
+            doing = "waiting for its pool, whose replicas go to sleep or start, or for the newest weights on replicas"
+            ends = "ReplicaPaused, ProcessUp, WeightsInstalled or BatchScored"
             yield Wait(by=by, doing=doing, since=step.entered_at, ends=ends)
     run = state.validations.served
     if run is not None and not run.out:

@@ -15,7 +15,7 @@ from engine.states.step import Step
 
 TRAIN = "train"
 OUT_OF_THE_WAY = ("asleep", "down")
-"""Replicas in these states use no resources of their pool, unless their process is starting or being stopped."""
+"""Replicas in these states use no resources of their pool, unless their process is being stopped."""
 
 
 def lease_pools(core: Core) -> None:
@@ -111,22 +111,18 @@ def _synced(core: Core) -> bool:
 
 
 def _make_room(core: Core, lease: PoolLease) -> bool:
-    """Whether a pool is free for a task. Sends its replicas to sleep first."""
+    """Whether a pool is free for a task. Sends its replicas to sleep first, unless one of them is starting."""
+    replicas = _replicas_of(core, lease)
     if not lease.shared:
         return True
+    if any(replica.process.loads for replica in replicas):
+        return False  # the others sample meanwhile
     _send_all_to_sleep(core, lease)
-    if not all(_is_out_of_the_way(replica) for replica in _replicas_of(core, lease)):
+    if any(replica.process.state == "stopping" or replica.state not in OUT_OF_THE_WAY for replica in replicas):
         return False
     if lease.task:
         core.state.give_back(lease)
     return True
-
-
-def _is_out_of_the_way(replica: Replica) -> bool:
-    """vLLM takes its GPU while it starts, but not while it waits for room in the cluster."""
-    process = replica.process
-    starts = process.state == "starting" and not process.room
-    return replica.state in OUT_OF_THE_WAY and not starts and process.state != "stopping"
 
 
 def _replicas_of(core: Core, lease: PoolLease) -> list[Replica]:

@@ -34,6 +34,7 @@ from engine.scheduling.weights import join_replica, note_none_left
 from engine.scheduling.work_times import mark
 from engine.states.limits import SCORING
 from engine.states.orders import Order
+from engine.states.pool import ROLLOUT
 from engine.states.process import (
     ADDED_STATES,
     REPLICA,
@@ -149,10 +150,17 @@ def _lose_replica(core: Core, process: Process, event: ProcessLost) -> None:
 
 def _restart_or_end(core: Core, process: Process, event: ProcessLost) -> None:
     """Start a lost process again if it is wanted and its budget allows; else end it."""
-    if process.wanted and not event.final and (process.excused or may_restart(core, process)):
+    ends = event.final or not process.wanted
+    if not ends and (process.excused or may_restart(core, process) or _waits_for_pool(core, process)):
         start_process(core, process)
     else:
         _end_process(core, process, event.reason)
+
+
+def _waits_for_pool(core: Core, process: Process) -> bool:
+    """Whether a task of the trainer has the GPU of a replica, which may fail to start for as long as the task takes."""
+    lease = core.state.pools.of_replica(process.index)
+    return lease is not None and lease.task not in ("", ROLLOUT)
 
 
 def _end_process(core: Core, process: Process, reason: str) -> None:

@@ -97,6 +97,11 @@ class Process:
         return name_of(self.kind, self.index)
 
     @property
+    def loads(self) -> bool:
+        """It starts, and does not wait for room in the cluster: vLLM takes its GPU meanwhile."""
+        return self.state == "starting" and not self.room
+
+    @property
     def leaves(self) -> bool:
         """It gets no new work, and ends once it has none."""
         return self.excused or not self.wanted

@@ -214,12 +214,36 @@ def test_training_does_not_wait_for_a_replica_beyond_its_restart_budget() -> Non
     assert len(run.ordered(TrainStep)) == 1
 
 
+def test_replicas_sample_while_another_of_their_pool_starts() -> None:
+    run = small((Pool(tasks=("rollout", "train"), replicas=(0, 1)),), replicas=2, slots=2)
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.finish(*run.running_on(0))
+    assert states(run) == ["ready", "down"] and run.running_on(0) and not run.ordered(TrainStep)
+    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=2, version=0))
+    assert states(run) == ["yielding", "yielding"]
+
+
+def test_a_replica_that_cannot_start_while_a_task_has_its_pool_keeps_its_restart_budget() -> None:
+    run = small(TOGETHER, replica_restarts=1)
+    run.finish(0, 1)
+    sleep(run)
+    assert len(run.ordered(TrainStep)) == 1
+    for incarnation in range(1, 6):
+        run.tell(ProcessLost(kind="replica", index=0, incarnation=incarnation, reason="no memory"))
+    run.train()
+    run.publish()
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=6, slots=4, version=0))
+    assert states(run) == ["ready"]
+
+
 def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
     run = small(TOGETHER)
     run.finish(0, 1)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessWaits(kind="replica", index=0, incarnation=2, reason="no room"))
+    assert len(run.ordered(TrainStep)) == 1
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
-    assert states(run) == ["yielding"] and not run.running() and not run.ordered(TrainStep)
+    assert states(run) == ["yielding"] and not run.running()
     run.tell(ReplicaPaused(**place(run)))
     run.train()
     run.publish()

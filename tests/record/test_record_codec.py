@@ -2,6 +2,7 @@
 
 import tracemalloc
 from enum import IntEnum
+from inspect import Parameter, signature
 from math import inf, nan
 
 import msgpack
@@ -35,6 +36,13 @@ GENERATED = GroupGenerated(
 )  # fmt: skip
 START = StartGroup(group=7, attempt=1, replica=0, incarnation=1, cause=9)
 TRAIN = TrainStep(step=0, attempt=1, groups=(1, 2), staleness=(0, 1), cause=9)
+
+
+@pytest.mark.parametrize("cls", [*EVENT_CLASSES, *COMMANDS.values()], ids=lambda cls: cls.__name__)
+def test_a_class_of_events_or_commands_is_frozen_and_takes_keywords_only(cls: type[Event] | type[Command]) -> None:
+    """Options of a struct that a class does not inherit would change the order of its fields in the record."""
+    assert cls.__struct_config__.frozen and not cls.__struct_config__.gc
+    assert {one.kind for one in signature(cls).parameters.values()} == {Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("cls", EVENT_CLASSES, ids=lambda cls: cls.__name__)

@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -105,16 +106,18 @@ class Incoming:
 
     async def install(self, version: Version, limit_s: float) -> str:
         """`swap` and, if it is due, `check`, which share the limit. Returns an empty text, or why it failed."""
-        until = time.monotonic() + limit_s
+        began = time.monotonic()
         wrong = await self.swap(version, limit_s)
         if wrong or not self._check_is_due or not (version in self._sent or version in self._published):
             return wrong
         try:
-            return await self.check(version, until, limit_s)
+            return await self.check(version, time.monotonic() - began, began + limit_s, limit_s)
         except EngineError as error:
+            with suppress(EngineError):  # vLLM may have failed
+                await self._attempt("end_check", limit_s=limit_s)
             return f"the weights of its workers could not be checked: {error}"
 
-    async def check(self, version: Version, until: float, limit_s: float) -> str:
+    async def check(self, version: Version, swap_s: float, until: float, limit_s: float) -> str:
         """Prove that every worker of every engine holds its part of the version that was just installed. Returns an
         empty text, or what is wrong.
 
@@ -122,12 +125,15 @@ class Incoming:
         version is installed again: each tensor that a worker loads must have the checksum of the published one, and its
         parameters must be the same afterwards.
 
-        A check that is not done by `until` (of `time.monotonic`) proves nothing, so the version is accepted. If its
-        second load was cut, the version is loaded again without a check, for at most `limit_s`.
+        A check that is not done by `until` (of `time.monotonic`) proves nothing, so the version is accepted. A second
+        load for which too little time is left is not begun: the first took `swap_s`. If it is cut all the same, the
+        version is loaded again without a check, for at most `limit_s`.
 
         Raises: `EngineError` if vLLM does not answer."""
         cut = False
         wrong = await self._attempt_until(until, "begin_check")
+        if not wrong and left_s(until) < swap_s:
+            wrong = [f"the check {OVERDUE} before its second load"]
         if not wrong:
             again = await self.swap(version, left_s(until))
             cut = bool(again) and time.monotonic() >= until
