@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.commands import ScoreBatch
 from engine.errors import InvariantViolated
@@ -153,7 +154,7 @@ def test_a_pool_is_leased_only_to_what_is_in_progress() -> None:
     run.finish(1)
     lease = run.state.pools.of("ref_logprobs")
     assert lease.task == "ref_logprobs"
-    again = replace(run.ordered(ScoreBatch)[0], step=1)
+    again = structs.replace(run.ordered(ScoreBatch)[0], step=1)
     run.state.orders.add(again, 0.0)
     with pytest.raises(InvariantViolated, match="a pool has several tasks at once"):
         check_pools(run.state)

@@ -223,7 +223,7 @@ def test_replicas_sample_while_another_of_their_pool_starts() -> None:
     assert states(run) == ["yielding", "yielding"]
 
 
-def test_a_replica_that_cannot_start_while_a_task_has_its_pool_keeps_its_restart_budget() -> None:
+def test_a_replica_that_cannot_start_while_its_pool_trains_is_started_again() -> None:
     run = small(TOGETHER, replica_restarts=1)
     run.finish(0, 1)
     sleep(run)

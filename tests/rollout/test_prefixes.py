@@ -57,9 +57,9 @@ def test_each_request_is_reported_by_its_own_count_though_others_end_before_it(k
                 assert counts == list(range(EVERY + i, length - 1, EVERY + i))
             else:  # vLLM hands a slow reader several tokens at once
                 assert all(after - before >= EVERY + i for before, after in pairwise([0, *counts]))
-                assert counts or length <= EVERY + i + 1
             for one in partial[i]:
                 assert_begins(result, one)
+        assert any(partial)
 
     run_over(kind.make("qwen2"), scenario)
 

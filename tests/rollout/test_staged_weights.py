@@ -129,7 +129,7 @@ def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
     async def scenario(link: Connection, refuses: bool) -> list[str]:
         area = area_in(tmp_path, maps=True)
         handles, engine = handles_of_memory(), Workers(link)
-        incoming = Incoming(area, engine, control, 60.0)
+        incoming = Incoming(area, engine, control, 60.0, "never")
         for version in (0, 1):
             await incoming.stage(version, taken(versions[version], "memory"))
         assert await incoming.swap(0, 60.0) == "" and handles_of_memory() > handles
