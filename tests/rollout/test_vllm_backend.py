@@ -127,7 +127,8 @@ def test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens(mo
     }  # fmt: skip
     across = [trajectory for trajectory in trajectories if len(trajectory.spans) > 1]
     assert {trajectory.spans[0] for trajectory in across} >= {Span(0, 30, 0)}, "both were cut in the middle"
-    assert {trajectory.spans[-1].version for trajectory in across} >= {2}
+    last = {trajectory.spans[-1].version for trajectory in across}
+    assert last >= {2} if mode == "keep" else 0 not in last, "a group that was cut may end on the other replica"
     assert_lawful(result)
 
 

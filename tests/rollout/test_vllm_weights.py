@@ -70,7 +70,7 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
 ) -> None:
     old, new = engine.version, engine.version + 1
 
-    async def unread(version: int, until: float, limit_s: float) -> str:
+    async def unread(version: int, swap_s: float, until: float, limit_s: float) -> str:
         raise EngineError("no checksums")
 
     async def scenario() -> None:
@@ -112,27 +112,29 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
 
 
 @pytest.mark.parametrize(
-    "calls",
+    ("calls", "late"),
     [
-        ["load_staged", "begin_check", "end_check"],
-        ["load_staged", "begin_check", "load_staged", "end_check", "load_staged"],
-        ["load_staged", "begin_check", "load_staged", "compare_with", "end_check"],
+        (["load_staged", "begin_check", "end_check"], 1),
+        (["load_staged", "begin_check", "end_check"], 2),
+        (["load_staged", "begin_check", "load_staged", "end_check", "load_staged"], 3),
+        (["load_staged", "begin_check", "load_staged", "compare_with", "end_check"], 3),
     ],
-    ids=["before the second load", "during it", "after it"],
+    ids=["at its beginning", "before the second load", "during it", "after it"],
 )
 def test_weights_whose_check_runs_out_of_time_are_installed_with_a_warning(
-    engine: Any, calls: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Any, calls: list[str], late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     new, attempt = engine.version + 1, engine._incoming._attempt
     called: list[str] = []
 
     def clock() -> float:
-        """The time is over before the call that `end_check` follows."""
-        late = len(called) >= calls.index("end_check") - 1
-        return time.monotonic() + (1000 if late else 0)
+        """The time is over after so many calls have begun."""
+        return time.monotonic() + (1000 if len(called) >= late else 0)
 
     async def noted(method: str, *arguments: Any, limit_s: float) -> Any:
         called.append(method)
+        if len(called) == 3 and calls[-1] == "load_staged":
+            arguments = (*arguments[:-1], 0.0)  # the worker cuts the second load
         return await attempt(method, *arguments, limit_s=limit_s)
 
     async def scenario() -> None:
