@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ class Forked:
 
     def kill(self) -> None:
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # as `subprocess` does: another thread has waited for it meanwhile
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         with self._server.lock:
