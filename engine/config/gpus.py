@@ -64,7 +64,7 @@ class GpuNeeds:
     def guests(self) -> int:
         """Replicas on the GPUs that the trainer reserves: those of its pool, if it has several ranks."""
         on_gpus = self.trains_on_gpus and self.samples_on_gpus
-        return len(self.limits.guests) if on_gpus and self.ranks > 1 else 0
+        return len(self.limits.beside_trainer) if on_gpus and self.ranks > 1 else 0
 
     @property
     def apart(self) -> int:

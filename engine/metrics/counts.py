@@ -15,7 +15,7 @@ from engine.ids import GroupId, ReplicaId
 from engine.metrics.names import GROUP_BUCKETS, LIVE_GROUP_STATES, STALENESS_BUCKETS, SYNC_BUCKETS, TOKEN_BUCKETS
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
-from engine.states.machine import Moves
+from engine.states.machine import entered
 from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.step import Step
@@ -59,11 +59,6 @@ class Histogram:
         values = sorted(newest)
         more = [*(bisect_right(values, bound) for bound in self.bounds), len(values)]
         return tuple(map(add, counts, more)), total + sum(values)
-
-    @property
-    def count(self) -> int:
-        """Number of values."""
-        return self.read()[0][-1]
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
@@ -164,11 +159,6 @@ class TrainedGroups:
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------
-
-
-def entered(moves: Moves, machine: str, state: str) -> int:
-    """Number of times that any record entered a state. Safe on any thread."""
-    return sum(n for (name, _, target), n in list(moves.items()) if name == machine and target == state)
 
 
 class GroupCounts:

@@ -21,12 +21,12 @@ from prometheus_client.registry import Collector
 from engine.events import CacheMeasured
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import Histogram, OldestGroup, entered
+from engine.metrics.counts import Histogram, OldestGroup
 from engine.metrics.health import ALL_CHECKS, run_findings
 from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_STATES, REQUESTS, Metric
 from engine.metrics.status import draining_s, replicas_wanted, undisturbed
 from engine.metrics.waits import unrewarded_groups
-from engine.states.machine import Moves, Table
+from engine.states.machine import Moves, Table, entered
 from engine.states.process import KINDS, PROCESS, Process
 from engine.states.replica import Replica
 

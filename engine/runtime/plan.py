@@ -265,7 +265,7 @@ class Plan:
     def guests(self) -> tuple[ReplicaId, ...]:
         """Replicas that share the GPUs of the trainer's ranks, with which they take turns."""
         shares = self.trainer_ranks > 1 and self.trainer_gpus > 0 and self.rollout_gpus > 0
-        return self.limits.guests if shares else ()
+        return self.limits.beside_trainer if shares else ()
 
     @property
     def shares_gpus(self) -> bool:

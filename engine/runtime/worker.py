@@ -65,7 +65,7 @@ class PlannedWorker:
         self.index = index
         self.incarnation = incarnation
         self._opening: asyncio.Task[None] | None = None
-        self._opened = asyncio.Event()
+        self._opened = False
         self._settled = asyncio.Event()
         """It is open, or closes without having opened."""
         self._early: list[tuple[Command, Prompt | None]] = []
@@ -81,7 +81,7 @@ class PlannedWorker:
     async def _open_once(self, peers: Peers, restore: Restore | None) -> None:
         await self._open(peers, restore)
         self._broken = peers.broken
-        self._opened.set()
+        self._opened = True
         self._settled.set()
         early, self._early = self._early, []
         for command, prompt in early:
@@ -102,7 +102,7 @@ class PlannedWorker:
     def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
         """Start a command and return at once. `prompt` is required for commands that start or resume a group. Never
         raises: a worker that cannot start a command is broken."""
-        if not self._opened.is_set():
+        if not self._opened:
             self._early.append((command, prompt))
             return
         try:
@@ -269,7 +269,7 @@ class PlannedTrainer(PlannedWorker):
         """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
         cannot."""
         await self._settled.wait()
-        if not self._opened.is_set():
+        if not self._opened:
             raise EngineError(
                 f"the weights after {steps} train steps are lost: the trainer ended before it had started"
             )

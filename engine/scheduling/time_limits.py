@@ -29,6 +29,7 @@ from engine.scheduling.work_times import (
     note_exceeded,
     time_taken,
 )
+from engine.states.limit_check import interval_of
 from engine.states.orders import KINDS_OF_SUBJECTS, LIMIT, RELATIONS, Order, owner_text, works_in_order
 from engine.states.process import REPLICA, Process
 from engine.states.state import State
@@ -67,15 +68,9 @@ def set_limit_check(core: Core) -> None:
     if timer is None:
         is_due = _is_anything_timed(state)
     else:
-        is_due = interval < _interval_of(timer) - SLACK_S
+        is_due = interval < interval_of(timer) - SLACK_S
     if is_due:
         core.orders.set_timer(LIMIT, interval)
-
-
-def _interval_of(timer: Order) -> float:
-    """Seconds from one check to the next."""
-    command: Any = timer.command
-    return float(command.delay_s)
 
 
 def _is_anything_timed(state: State) -> bool:
@@ -268,5 +263,5 @@ def _reason_of(core: Core, order: Order) -> str:
     keys = ", ".join(f"{name} {getattr(order.command, name)}" for name in RELATIONS[type(order.command)].id)
     work = type(order.command).__name__ + (f" ({keys})" if keys else "")
     (timer,) = core.state.orders.matched[core.orders.cause]
-    checked = f"limits are checked every {_interval_of(timer):.3g} s"
+    checked = f"limits are checked every {interval_of(timer):.3g} s"
     return f"{owner_text(order.owner)} exceeded its time limit of {limit} after {taken_s:.0f} s in {work}; {checked}"

@@ -17,7 +17,8 @@ class LimitCheck:
     """The clock runs while the timer of a check is set."""
 
     clock: float = 0.0
-    """Seconds in which orders with a limit were open, at the last check."""
+    """Seconds in which orders with a limit were open, when the present timer was set; without one, when the last one
+    ended."""
     cursor: int = -1
     """The order that was looked at last."""
     newest: int = -1
@@ -56,7 +57,12 @@ class LimitCheck:
         self.use(timeouts)
 
 
+def interval_of(timer: Order) -> float:
+    """Seconds from when the timer of a check is set until the check."""
+    command: Any = timer.command
+    return float(command.delay_s)
+
+
 def _elapsed(timer: Order, now: float) -> float:
     """Seconds since a timer was set, as far as the clock counts them: a suspended scheduler blames nobody."""
-    command: Any = timer.command
-    return min(now - timer.at, MOST_INTERVALS * float(command.delay_s))
+    return min(now - timer.at, MOST_INTERVALS * interval_of(timer))

@@ -312,14 +312,14 @@ class Limits:
     """Whether the largest value is best (`max`) or the smallest (`min`)."""
 
     @property
-    def guests(self) -> tuple[ReplicaId, ...]:
+    def beside_trainer(self) -> tuple[ReplicaId, ...]:
         """The replicas that stand in the pool in which the trainer trains."""
         return next((pool.replicas for pool in self.pools if pool.shared and "train" in pool.tasks), ())
 
     @property
     def trains_in_turns(self) -> bool:
         """Whether replicas stand in the pool in which the trainer trains."""
-        return bool(self.guests)
+        return bool(self.beside_trainer)
 
     @property
     def surplus(self) -> int:

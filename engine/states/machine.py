@@ -108,6 +108,11 @@ def _machine(table: Table) -> Machine:
     )
 
 
+def entered(moves: Moves, machine: str, state: str) -> int:
+    """Number of times that any record entered a state. Safe on any thread."""
+    return sum(n for (name, _, target), n in list(moves.items()) if name == machine and target == state)
+
+
 class SharedMachine:
     """Runs a table over slotted records that have `id` and `state`.
 

@@ -15,7 +15,7 @@ from engine.states.group import Group
 from engine.states.groups import Groups
 from engine.states.limit_check import LimitCheck
 from engine.states.limits import PUBLISHING, SCORING, Limits
-from engine.states.machine import Moves, Observer, SharedMachine
+from engine.states.machine import Moves, Observer, SharedMachine, entered
 from engine.states.orders import OrderBook, Owner, owner_of, stage_owner
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
@@ -142,11 +142,7 @@ class State:
 
     def count_setbacks(self) -> dict[str, int]:
         """How often groups were aborted, resumed, filtered and failed since the run began."""
-        counts = dict.fromkeys(("aborted", "resumed", "filtered", "failed"), 0)
-        for (machine, _, target), count in self.moves.items():
-            if machine == "group" and target in counts:
-                counts[target] += count
-        return counts
+        return {state: entered(self.moves, "group", state) for state in ("aborted", "resumed", "filtered", "failed")}
 
     # machines
 

@@ -13,7 +13,7 @@ from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 from engine import events as fact
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts, entered
+from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Journal, StepRows, validation_rows
@@ -25,6 +25,7 @@ from engine.record.snapshots import restore, snapshot
 from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
 from engine.states.limits import AddedState, Limits, Pool, ValidationLimits
+from engine.states.machine import entered
 from engine.states.timeouts import Timeouts
 from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
@@ -273,7 +274,7 @@ def test_weight_sync_is_timed_by_its_mode() -> None:
     """Without staleness, every slot idles from the pause of its replica until the new weights are installed."""
     world = steady_world(stale=0, workers=2, steps=4, sync_s=0.25).to_the_end()
     histogram = world.metrics.replicas.sync_s["keep"]
-    assert histogram.count == 2 * 3, "both replicas take every version but the last"
+    assert histogram.read()[0][-1] == 2 * 3, "both replicas take every version but the last"
     assert histogram.read()[1] == pytest.approx(6 * (0.25 + 0.25))
     assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.5)
 
@@ -314,14 +315,14 @@ def test_tokens_of_a_stale_echo_are_not_counted() -> None:
     world = steady_world(steps=None)
     world.until(lambda state: world.metrics.generated.tokens == GROUP_TOKENS)
     generated = world.metrics.generated
-    before = (generated.tokens, generated.response_tokens.count)
+    before = (generated.tokens, generated.response_tokens.read())
     world.tell(
         fact.GroupGenerated(
             group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
             reward_mean=0.0, reward_spread=0.0,
         )
     )  # fmt: skip
-    assert (generated.tokens, generated.response_tokens.count) == before
+    assert (generated.tokens, generated.response_tokens.read()) == before
 
 
 # -- the status --------------------------------------------------------------------------------------------------------
@@ -399,7 +400,7 @@ def test_every_validation_is_a_line_with_the_version_it_measured(tmp_path: Path)
     status = read_status(world.metrics)
     assert (status.accuracy_first, status.accuracy_last) == (accuracies[0], accuracies[-1])
     assert list(status.validations) == lines
-    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.count == 4
+    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.read()[0][-1] == 4
     assert world.metrics.validations_by_state() == {"queued": 0, "running": 0}
 
 

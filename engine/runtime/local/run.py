@@ -19,7 +19,6 @@ from engine.control.requests import MOST_REPLICAS
 from engine.errors import ConfigError, EngineError, RunFailed, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
-from engine.metrics.counts import entered
 from engine.metrics.listening_address import check_address
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
@@ -36,6 +35,7 @@ from engine.runtime.trajectory_service import TrajectoryService
 from engine.scheduling.settings import MAX_STEPS
 from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
+from engine.states.machine import entered
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
