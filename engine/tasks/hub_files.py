@@ -44,7 +44,7 @@ def download_files(address: str, config_field: str) -> Path:
         fix = "correct the name or the revision; for a gated or private dataset, run `hf auth login`"
         raise ConfigError(config_field, address, f"the hub refuses this dataset{status}", fix) from error
     except Exception as error:  # whatever its HTTP client raises without a connection
-        law = f"is not in the local cache, and cannot be downloaded: {reason_of(error)}"
+        law = f"is not in the local cache, and cannot be downloaded: {reason_of(error.__cause__ or error)}"
         at = f" --revision {revision}" if revision else ""
         fix = f"download it where there is a connection: hf download {name} --repo-type dataset{at} --include '{files}'"
         raise ConfigError(config_field, address, law, fix) from error

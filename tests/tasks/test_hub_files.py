@@ -97,7 +97,7 @@ def test_files_from_the_hub_are_found_again_without_it(
     first = files_of(TRAIN, "data.path")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert files_of([TRAIN], "data.path") == first
-    with pytest.raises(ConfigError, match="not in the local cache, and cannot be downloaded"):
+    with pytest.raises(ConfigError, match="not in the local cache, and cannot be downloaded: OfflineModeIsEnabled"):
         files_of(TRAIN.replace("owner", "another"), "data.path")
 
 
