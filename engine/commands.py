@@ -8,18 +8,15 @@ A tag identifies its class in the record. Never reuse a tag. Never reorder the f
 end.
 """
 
-from typing import ClassVar
-
 from msgspec import Struct
 
 from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
-class Command(Struct, frozen=True, kw_only=True, gc=False):
+class Command(Struct, frozen=True, kw_only=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Base of all commands. `cause`: id of the event that caused it; in the record, the event of the same frame. The
     scheduler sets it and the `number` of an order as it gives the command."""
 
-    tag: ClassVar[int] = 0
     cause: EventId = -1
 
 
@@ -32,32 +29,29 @@ class GroupCommand(Command, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
-class DrawPrompts(Command, frozen=True, kw_only=True):
+class DrawPrompts(Command, frozen=True, kw_only=True, tag=1):
     """Draw up to `count` prompts from the data source, beginning with prompt `first` → `PromptsDrawn` or `DrawFailed`.
     `number` counts the draws."""
 
-    tag: ClassVar[int] = 1
     first: GroupId
     count: int
     number: int = -1
 
 
-class StartGroup(GroupCommand, frozen=True, kw_only=True):
+class StartGroup(GroupCommand, frozen=True, kw_only=True, tag=2):
     """Generate a group from its prompt, without prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
-    tag: ClassVar[int] = 2
     admitted_version: Version = 0
     """Oldest weights version that its tokens may come from."""
     number: int = -1
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class ResumeGroup(GroupCommand, frozen=True, kw_only=True):
+class ResumeGroup(GroupCommand, frozen=True, kw_only=True, tag=3):
     """Continue a group from its stored prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`.
 
     `truncate`: generate nothing more and finish it with its prefixes."""
 
-    tag: ClassVar[int] = 3
     truncate: bool
     admitted_version: Version = 0
     """As in `StartGroup`."""
@@ -65,50 +59,44 @@ class ResumeGroup(GroupCommand, frozen=True, kw_only=True):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class AbortGroup(GroupCommand, frozen=True, kw_only=True):
+class AbortGroup(GroupCommand, frozen=True, kw_only=True, tag=4):
     """Stop generating a group and discard its tokens → `OrderDone`."""
 
-    tag: ClassVar[int] = 4
     number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-class TruncateGroup(GroupCommand, frozen=True, kw_only=True):
+class TruncateGroup(GroupCommand, frozen=True, kw_only=True, tag=5):
     """Finish a running group with the tokens that it has → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
-    tag: ClassVar[int] = 5
 
-
-class DiscardGroups(Command, frozen=True, kw_only=True):
+class DiscardGroups(Command, frozen=True, kw_only=True, tag=6):
     """Delete the trajectories of groups that are no longer needed → `OrderDone`."""
 
-    tag: ClassVar[int] = 6
     groups: tuple[GroupId, ...]
     number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-class StageWeights(Command, frozen=True, kw_only=True):
+class StageWeights(Command, frozen=True, kw_only=True, tag=7):
     """Copy a weights version into the replica's host memory while it generates → `WeightsStaged` or `SyncFailed`.
 
     This begins a sync. `attempt` numbers the syncs of a replica; the pause, install and resume of the same sync repeat
     it.
     """
 
-    tag: ClassVar[int] = 7
     replica: ReplicaId
     incarnation: Incarnation
     attempt: int
     version: Version
 
 
-class PauseReplica(Command, frozen=True, kw_only=True):
+class PauseReplica(Command, frozen=True, kw_only=True, tag=8):
     """Stop sampling → `ReplicaPaused` or `SyncFailed`.
 
     `mode` says what happens to running requests: `keep` freezes them, `abort` aborts them, `wait` lets them finish, and
     `sleep` aborts them and frees memory for the next task of the pool."""
 
-    tag: ClassVar[int] = 8
     replica: ReplicaId
     incarnation: Incarnation
     attempt: int
@@ -116,20 +104,18 @@ class PauseReplica(Command, frozen=True, kw_only=True):
     mode: str
 
 
-class InstallWeights(Command, frozen=True, kw_only=True):
+class InstallWeights(Command, frozen=True, kw_only=True, tag=9):
     """Replace the weights of a paused replica with the staged version → `WeightsInstalled` or `SyncFailed`."""
 
-    tag: ClassVar[int] = 9
     replica: ReplicaId
     incarnation: Incarnation
     attempt: int
     version: Version
 
 
-class ResumeReplica(Command, frozen=True, kw_only=True):
+class ResumeReplica(Command, frozen=True, kw_only=True, tag=10):
     """Sample again after a pause → `OrderDone`."""
 
-    tag: ClassVar[int] = 10
     replica: ReplicaId
     incarnation: Incarnation
     attempt: int
@@ -137,10 +123,9 @@ class ResumeReplica(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-class StopProcess(Command, frozen=True, kw_only=True):
+class StopProcess(Command, frozen=True, kw_only=True, tag=11):
     """Stop a process → `ProcessLost`. `kind` and `index` name it, as in `states/process.py`."""
 
-    tag: ClassVar[int] = 11
     kind: str
     index: int
     incarnation: Incarnation
@@ -149,19 +134,17 @@ class StopProcess(Command, frozen=True, kw_only=True):
     """The process exceeded a time limit: write the stacks of its threads first."""
 
 
-class RetireWeights(Command, frozen=True, kw_only=True):
+class RetireWeights(Command, frozen=True, kw_only=True, tag=12):
     """Delete a version that is no longer needed from the weights store → `OrderDone`."""
 
-    tag: ClassVar[int] = 12
     version: Version
     number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-class ScoreBatch(Command, frozen=True, kw_only=True):
+class ScoreBatch(Command, frozen=True, kw_only=True, tag=13):
     """Run a scoring task on the batch of a step → `BatchScored` or `StepFailed`."""
 
-    tag: ClassVar[int] = 13
     step: StepId
     attempt: int
     task: str
@@ -170,10 +153,9 @@ class ScoreBatch(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class TrainStep(Command, frozen=True, kw_only=True):
+class TrainStep(Command, frozen=True, kw_only=True, tag=14):
     """Train on a batch → `StepTrained` or `StepFailed`. `staleness[i]`: staleness of `groups[i]`, in train steps."""
 
-    tag: ClassVar[int] = 14
     step: StepId
     attempt: int
     groups: tuple[GroupId, ...]
@@ -182,12 +164,11 @@ class TrainStep(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class PublishWeights(Command, frozen=True, kw_only=True):
+class PublishWeights(Command, frozen=True, kw_only=True, tag=15):
     """Put the trainer's weights into the weights store as `version` → `WeightsPublished` or `PublishFailed`.
 
     `steps`: train steps in these weights."""
 
-    tag: ClassVar[int] = 15
     version: Version
     attempt: int
     steps: int
@@ -195,47 +176,42 @@ class PublishWeights(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class SaveCheckpoint(Command, frozen=True, kw_only=True):
+class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=16):
     """Save the trainer's state after `steps` train steps → `CheckpointSaved` or `CheckpointFailed`."""
 
-    tag: ClassVar[int] = 16
     steps: int
     number: int = -1
     """Its number in the order book; `OrderProgressed` repeats it. A new attempt has a new number."""
 
 
-class DeleteCheckpoint(Command, frozen=True, kw_only=True):
+class DeleteCheckpoint(Command, frozen=True, kw_only=True, tag=50):
     """Delete the checkpoint after `steps` train steps → `OrderDone`."""
 
-    tag: ClassVar[int] = 50
     steps: int
     number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-class SetTimer(Command, frozen=True, kw_only=True):
+class SetTimer(Command, frozen=True, kw_only=True, tag=17):
     """Fire after `delay_s` seconds → `TimerFired`. `name` says what the timer is for; a newer one with the same name
     replaces it."""
 
-    tag: ClassVar[int] = 17
     timer: TimerId
     """Its number in the order book."""
     delay_s: float
     name: str
 
 
-class CancelTimer(Command, frozen=True, kw_only=True):
+class CancelTimer(Command, frozen=True, kw_only=True, tag=18):
     """Cancel a timer. Needs no answer."""
 
-    tag: ClassVar[int] = 18
     timer: TimerId
     name: str
 
 
-class FinishRun(Command, frozen=True, kw_only=True):
+class FinishRun(Command, frozen=True, kw_only=True, tag=19):
     """End the run. `outcome`: `finished`, `stopped` or `failed`; the last two can be resumed. Needs no answer."""
 
-    tag: ClassVar[int] = 19
     outcome: str
     reason: str
     again: bool = False
@@ -249,12 +225,11 @@ class FinishRun(Command, frozen=True, kw_only=True):
         return "drained" if self.drained else self.outcome
 
 
-class MeasureRows(Command, frozen=True, kw_only=True):
+class MeasureRows(Command, frozen=True, kw_only=True, tag=30):
     """Measure `count` validation rows, beginning with row `first` → `RowsMeasured` or `RowsFailed`.
 
     `version`: weights version that the replica has and must measure with."""
 
-    tag: ClassVar[int] = 30
     validation: ValidationId
     chunk: int
     attempt: int
@@ -267,10 +242,9 @@ class MeasureRows(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class StopMeasuring(Command, frozen=True, kw_only=True):
+class StopMeasuring(Command, frozen=True, kw_only=True, tag=31):
     """Stop measuring the rows of a validation on a replica → `OrderDone`."""
 
-    tag: ClassVar[int] = 31
     validation: ValidationId
     replica: ReplicaId
     incarnation: Incarnation
@@ -278,22 +252,20 @@ class StopMeasuring(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderDone` repeats it."""
 
 
-class EnterState(Command, frozen=True, kw_only=True):
+class EnterState(Command, frozen=True, kw_only=True, tag=32):
     """Run the work of an added state on a group in the trajectory store → `StateLeft` or `StateFailed`."""
 
-    tag: ClassVar[int] = 32
     group: GroupId
     attempt: int
     state: str
 
 
-class InspectStep(Command, frozen=True, kw_only=True):
+class InspectStep(Command, frozen=True, kw_only=True, tag=35):
     """Run the work of an added state of train steps → `StepInspected` or `InspectionFailed`.
 
     It inspects the batch of `step` before it is trained, or, with a `version`, these weights in their store before
     replicas get them; `step` is then the last step in them, -1 for none."""
 
-    tag: ClassVar[int] = 35
     step: StepId
     attempt: int
     state: str
@@ -303,18 +275,16 @@ class InspectStep(Command, frozen=True, kw_only=True):
     staleness: tuple[int, ...] = ()
 
 
-class ParkGroup(GroupCommand, frozen=True, kw_only=True):
+class ParkGroup(GroupCommand, frozen=True, kw_only=True, tag=33):
     """Stop a running group and store its tokens → `GroupAborted`, or `GroupGenerated` or `GroupFailed` if it ended."""
 
-    tag: ClassVar[int] = 33
     reason: str = ""
     """Why the group is charged one attempt. Empty: it is not charged, and a faster replica continues it."""
 
 
-class StartProcess(Command, frozen=True, kw_only=True):
+class StartProcess(Command, frozen=True, kw_only=True, tag=34):
     """Start a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and incarnation."""
 
-    tag: ClassVar[int] = 34
     kind: str
     index: int
     incarnation: Incarnation
@@ -333,10 +303,9 @@ class StartProcess(Command, frozen=True, kw_only=True):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class ProbeProcess(Command, frozen=True, kw_only=True):
+class ProbeProcess(Command, frozen=True, kw_only=True, tag=51):
     """An order is overdue: ask a process what it waits for → `ProcessProbed`. A hung process cannot answer."""
 
-    tag: ClassVar[int] = 51
     kind: str
     index: int
     incarnation: Incarnation
@@ -349,12 +318,9 @@ class ProbeProcess(Command, frozen=True, kw_only=True):
     next."""
 
 
-COMMANDS: dict[int, type[Command]] = {
-    cls.tag: cls
-    for cls in (
-        DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
-        InstallWeights, ResumeReplica, StopProcess, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
-        SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
-        InspectStep, ParkGroup, StartProcess, DeleteCheckpoint, ProbeProcess,
-    )
-}  # fmt: skip
+COMMANDS: tuple[type[Command], ...] = (
+    DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
+    InstallWeights, ResumeReplica, StopProcess, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
+    SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
+    InspectStep, ParkGroup, StartProcess, DeleteCheckpoint, ProbeProcess,
+)  # fmt: skip

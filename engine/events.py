@@ -8,21 +8,18 @@ A tag identifies its class in the record. Never reuse a tag. Never reorder the f
 end.
 """
 
-from typing import ClassVar
-
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
-class Event(Struct, frozen=True, kw_only=True, gc=False):
+class Event(Struct, frozen=True, kw_only=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Base of all events. The driver sets `id`, the position in the record, and `at`, seconds since the run began.
 
     Garbage collection may skip events, because their fields are plain values, never objects that refer to each other.
     """
 
-    tag: ClassVar[int] = 0
     id: EventId = -1
     at: float = 0.0
 
@@ -58,21 +55,19 @@ class SyncEvent(Event, frozen=True, kw_only=True):
     attempt: int
 
 
-class RunStarted(Event, frozen=True, kw_only=True):
+class RunStarted(Event, frozen=True, kw_only=True, tag=1):
     """The run began, and prompts may be drawn. The first event of every record."""
 
-    tag: ClassVar[int] = 1
     replicas: int = 0
     """Number of replicas to start, with ids from 0. Replicas reserved for validation have the highest ids."""
 
 
-class PromptsDrawn(Event, frozen=True, kw_only=True):
+class PromptsDrawn(Event, frozen=True, kw_only=True, tag=2):
     """The data source drew `count` prompts, for groups with ids from `first`. `number`: as in `DrawPrompts`.
 
     `exhausted`: the source has no more prompts.
     """
 
-    tag: ClassVar[int] = 2
     first: GroupId
     count: int
     exhausted: bool
@@ -81,10 +76,9 @@ class PromptsDrawn(Event, frozen=True, kw_only=True):
     """What policies see of each prompt, as a JSON list; empty if no added state before generation asks."""
 
 
-class GroupGenerated(GroupEvent, frozen=True, kw_only=True):
+class GroupGenerated(GroupEvent, frozen=True, kw_only=True, tag=3):
     """A replica finished every trajectory of a group and, unless an added state computes them, its rewards."""
 
-    tag: ClassVar[int] = 3
     tokens: int
     """Response tokens of all trajectories, including tokens from earlier attempts."""
     oldest_version: Version
@@ -98,10 +92,9 @@ class GroupGenerated(GroupEvent, frozen=True, kw_only=True):
     """What policies see of the group, as JSON (`workers.group_reports.describe`); empty if none of the run asks."""
 
 
-class GroupAborted(GroupEvent, frozen=True, kw_only=True):
+class GroupAborted(GroupEvent, frozen=True, kw_only=True, tag=4):
     """A group stopped before its end. Its finished trajectories and prefixes are in the trajectory store."""
 
-    tag: ClassVar[int] = 4
     tokens: int
     oldest_version: Version
     newest_version: Version
@@ -109,18 +102,16 @@ class GroupAborted(GroupEvent, frozen=True, kw_only=True):
     """Number of trajectories that have not ended."""
 
 
-class GroupFailed(GroupEvent, frozen=True, kw_only=True):
+class GroupFailed(GroupEvent, frozen=True, kw_only=True, tag=5):
     """An attempt to generate a group failed. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
-    tag: ClassVar[int] = 5
     cause: str
     reason: str
 
 
-class ProcessUp(ProcessEvent, frozen=True, kw_only=True):
+class ProcessUp(ProcessEvent, frozen=True, kw_only=True, tag=6):
     """A process started and can execute orders."""
 
-    tag: ClassVar[int] = 6
     slots: int = 0
     """Replica only: number of whole groups that it can generate at once."""
     samples: int = 1
@@ -129,10 +120,9 @@ class ProcessUp(ProcessEvent, frozen=True, kw_only=True):
     """Replica only: the weights version that it has."""
 
 
-class ProcessLost(ProcessEvent, frozen=True, kw_only=True):
+class ProcessLost(ProcessEvent, frozen=True, kw_only=True, tag=7):
     """A process ended, or could not be started. Data that it had not stored is lost."""
 
-    tag: ClassVar[int] = 7
     reason: str
     final: bool = False
     """The process cannot be started again."""
@@ -142,122 +132,106 @@ class ProcessLost(ProcessEvent, frozen=True, kw_only=True):
     """Trainer only: train steps in each complete checkpoint whose `CheckpointSaved` was lost."""
 
 
-class WeightsStaged(SyncEvent, frozen=True, kw_only=True):
+class WeightsStaged(SyncEvent, frozen=True, kw_only=True, tag=8):
     """A weights version is in the replica's host memory."""
 
-    tag: ClassVar[int] = 8
     version: Version
 
 
-class ReplicaPaused(SyncEvent, frozen=True, kw_only=True):
+class ReplicaPaused(SyncEvent, frozen=True, kw_only=True, tag=9):
     """The replica stopped sampling until a `ResumeReplica`. It has reported every group that the pause aborted."""
 
-    tag: ClassVar[int] = 9
 
-
-class WeightsInstalled(SyncEvent, frozen=True, kw_only=True):
+class WeightsInstalled(SyncEvent, frozen=True, kw_only=True, tag=10):
     """The replica has weights version `version` and samples its next token from it."""
 
-    tag: ClassVar[int] = 10
     version: Version
 
 
-class SyncFailed(SyncEvent, frozen=True, kw_only=True):
+class SyncFailed(SyncEvent, frozen=True, kw_only=True, tag=11):
     """Staging, pausing or installing failed. The replica still has its old weights."""
 
-    tag: ClassVar[int] = 11
     version: Version
     reason: str
 
 
-class BatchScored(Event, frozen=True, kw_only=True):
+class BatchScored(Event, frozen=True, kw_only=True, tag=12):
     """A scoring task, such as reference log-probs, finished for the batch of a step."""
 
-    tag: ClassVar[int] = 12
     step: StepId
     attempt: int
     task: str
 
 
-class StepTrained(Event, frozen=True, kw_only=True):
+class StepTrained(Event, frozen=True, kw_only=True, tag=13):
     """The trainer finished a train step. `updates`: number of optimizer updates in it."""
 
-    tag: ClassVar[int] = 13
     step: StepId
     attempt: int
     updates: int = 0
 
 
-class StepFailed(Event, frozen=True, kw_only=True):
+class StepFailed(Event, frozen=True, kw_only=True, tag=14):
     """Scoring or training failed. The trainer's weights are those from before the step."""
 
-    tag: ClassVar[int] = 14
     step: StepId
     attempt: int
     reason: str
 
 
-class WeightsPublished(Event, frozen=True, kw_only=True):
+class WeightsPublished(Event, frozen=True, kw_only=True, tag=15):
     """A weights version is in the weights store. The trainer may change its own copy again."""
 
-    tag: ClassVar[int] = 15
     version: Version
     attempt: int
 
 
-class PublishFailed(Event, frozen=True, kw_only=True):
+class PublishFailed(Event, frozen=True, kw_only=True, tag=16):
     """A weights version did not reach the weights store."""
 
-    tag: ClassVar[int] = 16
     version: Version
     attempt: int
     reason: str
 
 
-class CheckpointSaved(Event, frozen=True, kw_only=True):
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag=17):
     """The checkpoint after `steps` train steps is complete on disk."""
 
-    tag: ClassVar[int] = 17
     steps: int
 
 
-class CheckpointFailed(Event, frozen=True, kw_only=True):
+class CheckpointFailed(Event, frozen=True, kw_only=True, tag=18):
     """The checkpoint after `steps` train steps could not be written. The run continues without it, unless it is the
     last."""
 
-    tag: ClassVar[int] = 18
     steps: int
     reason: str
 
 
-class TimerFired(Event, frozen=True, kw_only=True):
+class TimerFired(Event, frozen=True, kw_only=True, tag=19):
     """The delay of a `SetTimer` has passed."""
 
-    tag: ClassVar[int] = 19
     timer: TimerId
 
 
-class StopRequested(Event, frozen=True, kw_only=True):
+class StopRequested(Event, frozen=True, kw_only=True, tag=20):
     """A user or a signal asked the run to stop at once. It can be resumed."""
 
-    tag: ClassVar[int] = 20
     reason: str
 
 
-class PrefixStored(GroupEvent, frozen=True, kw_only=True):
+class PrefixStored(GroupEvent, frozen=True, kw_only=True, tag=21):
     """The tokens of a running group so far are in the trajectory store. If its replica dies, it resumes from them."""
 
-    tag: ClassVar[int] = 21
     tokens: int
     oldest_version: Version
     newest_version: Version
     unfinished: int = 0
 
 
-class OrderProgressed(Event, frozen=True, kw_only=True):
+class OrderProgressed(Event, frozen=True, kw_only=True, tag=54):
     """A process has made progress on an open order since the last report. This restarts the time limit of the order."""
 
-    tag: ClassVar[int] = 54
     order: int
     """The `number` of the order. No number is reused, so a report of an earlier attempt or life changes nothing."""
     finished: int = 0
@@ -268,10 +242,9 @@ NO_ANSWER = 0
 """Stands for the answer of a response from which none could be extracted."""
 
 
-class RowsMeasured(Event, frozen=True, kw_only=True):
+class RowsMeasured(Event, frozen=True, kw_only=True, tag=30):
     """A replica measured a chunk of validation rows, every row with weights version `version`."""
 
-    tag: ClassVar[int] = 30
     validation: ValidationId
     chunk: int
     attempt: int
@@ -297,10 +270,9 @@ class RowsMeasured(Event, frozen=True, kw_only=True):
     part_values: tuple[float, ...] = ()
 
 
-class RowsFailed(Event, frozen=True, kw_only=True):
+class RowsFailed(Event, frozen=True, kw_only=True, tag=31):
     """A replica could not measure a chunk of validation rows."""
 
-    tag: ClassVar[int] = 31
     validation: ValidationId
     chunk: int
     attempt: int
@@ -309,7 +281,7 @@ class RowsFailed(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class RunResumed(Event, frozen=True, kw_only=True):
+class RunResumed(Event, frozen=True, kw_only=True, tag=22):
     """New processes resumed the run from the weights after `steps` train steps; 0 means the initial weights.
 
     With `kept`, only running work is lost. Otherwise the run branches: train steps after `steps` are discarded, and the
@@ -317,7 +289,6 @@ class RunResumed(Event, frozen=True, kw_only=True):
     replicas to start, with ids from 0 and the initial weights.
     """
 
-    tag: ClassVar[int] = 22
     steps: int
     replicas: int
     consumed: tuple[GroupId, ...]
@@ -333,10 +304,9 @@ class RunResumed(Event, frozen=True, kw_only=True):
     """With `kept`: train steps in the checkpoint that the trainer loaded. Its `CheckpointSaved` may have been lost."""
 
 
-class StateLeft(Event, frozen=True, kw_only=True):
+class StateLeft(Event, frozen=True, kw_only=True, tag=32):
     """An added state finished its work on a group. The result is in the trajectory store."""
 
-    tag: ClassVar[int] = 32
     group: GroupId
     attempt: int
     state: str
@@ -347,10 +317,9 @@ class StateLeft(Event, frozen=True, kw_only=True):
     described: str = ""
 
 
-class StateFailed(Event, frozen=True, kw_only=True):
+class StateFailed(Event, frozen=True, kw_only=True, tag=33):
     """An added state failed on a group. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
-    tag: ClassVar[int] = 33
     group: GroupId
     attempt: int
     state: str
@@ -358,10 +327,9 @@ class StateFailed(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class StepInspected(Event, frozen=True, kw_only=True):
+class StepInspected(Event, frozen=True, kw_only=True, tag=55):
     """An added state of train steps has inspected a batch or, with a `version`, these weights."""
 
-    tag: ClassVar[int] = 55
     step: StepId
     attempt: int
     state: str
@@ -370,10 +338,9 @@ class StepInspected(Event, frozen=True, kw_only=True):
     """Why it refuses them, which ends the run; empty: they pass."""
 
 
-class InspectionFailed(Event, frozen=True, kw_only=True):
+class InspectionFailed(Event, frozen=True, kw_only=True, tag=56):
     """An added state of train steps could not decide about a batch or about weights."""
 
-    tag: ClassVar[int] = 56
     step: StepId
     attempt: int
     state: str
@@ -381,97 +348,84 @@ class InspectionFailed(Event, frozen=True, kw_only=True):
     version: Version = NO_VERSION
 
 
-class SchedulerRecovered(Event, frozen=True, kw_only=True):
+class SchedulerRecovered(Event, frozen=True, kw_only=True, tag=34):
     """A restarted scheduler recovered its state from the record. It reissues every open order."""
 
-    tag: ClassVar[int] = 34
 
-
-class DrainRequested(Event, frozen=True, kw_only=True):
+class DrainRequested(Event, frozen=True, kw_only=True, tag=35):
     """A user or a signal asked for a drain: park running groups, train the formed batch, save a checkpoint, stop."""
 
-    tag: ClassVar[int] = 35
     reason: str
 
 
-class ReplicaLeaves(Event, frozen=True, kw_only=True):
+class ReplicaLeaves(Event, frozen=True, kw_only=True, tag=36):
     """A replica will be taken away, for example a spot instance. Its groups continue on other replicas."""
 
-    tag: ClassVar[int] = 36
     replica: ReplicaId
     incarnation: Incarnation
     reason: str
 
 
-class ReplicasWanted(Event, frozen=True, kw_only=True):
+class ReplicasWanted(Event, frozen=True, kw_only=True, tag=37):
     """A user asked for `replicas` generating replicas, those with ids from 0 to `replicas` - 1."""
 
-    tag: ClassVar[int] = 37
     replicas: int
 
 
-class SettingChanged(Event, frozen=True, kw_only=True):
+class SettingChanged(Event, frozen=True, kw_only=True, tag=38):
     """A user changed a live setting. `scheduling/settings.py` lists the settings and their allowed values."""
 
-    tag: ClassVar[int] = 38
     setting: str
     value: str
 
 
-class OrderDone(Event, frozen=True, kw_only=True):
+class OrderDone(Event, frozen=True, kw_only=True, tag=39):
     """Acknowledges executed orders that return no data. `orders` holds their numbers."""
 
-    tag: ClassVar[int] = 39
     orders: tuple[int, ...]
 
 
-class DrawFailed(Event, frozen=True, kw_only=True):
+class DrawFailed(Event, frozen=True, kw_only=True, tag=40):
     """The data source raised, or drew an invalid number of prompts. `number`: as in `DrawPrompts`."""
 
-    tag: ClassVar[int] = 40
     number: int
     reason: str
 
 
-class ProcessWaits(ProcessEvent, frozen=True, kw_only=True):
+class ProcessWaits(ProcessEvent, frozen=True, kw_only=True, tag=43):
     """A process waits until the cluster has room for it. An empty `reason`: it has room now."""
 
-    tag: ClassVar[int] = 43
     reason: str
 
 
-class RunInterrupted(Event, frozen=True, kw_only=True):
+class RunInterrupted(Event, frozen=True, kw_only=True, tag=44):
     """The previous launch failed: its scheduler ended for good, or an automatic resume could not start."""
 
-    tag: ClassVar[int] = 44
     reason: str
     launch: bool = False
     """True: a launch failed. False: the scheduler ended, which changes nothing if the run is already starting again."""
 
 
-class CheckpointDamaged(Event, frozen=True, kw_only=True):
+class CheckpointDamaged(Event, frozen=True, kw_only=True, tag=50):
     """The checkpoint after `steps` train steps is damaged and will not be used.
 
     Reported only while no trainer runs."""
 
-    tag: ClassVar[int] = 50
     steps: int
     reason: str
 
 
-class ProcessProbed(ProcessEvent, frozen=True, kw_only=True):
+class ProcessProbed(ProcessEvent, frozen=True, kw_only=True, tag=51):
     """A process answered a `ProbeProcess`: its event loop runs, though its computation may hang."""
 
-    tag: ClassVar[int] = 51
     order: int
     waits_for: str = ""
     """Name of the process that it has waited for longest, such as `weights store`; empty if it waits for none."""
 
 
-class CallsMeasured(ProcessEvent, frozen=True, kw_only=True):
+class CallsMeasured(ProcessEvent, frozen=True, kw_only=True, tag=53):
     """A process measured its calls of one of the user's functions, such as a reward. Sent while groups wait for it."""
 
-    tag: ClassVar[int] = 53
     function: str
     """Its name in messages, such as `reward slow`."""
     groups: int
@@ -490,22 +444,18 @@ class CallsMeasured(ProcessEvent, frozen=True, kw_only=True):
     """Seconds since the start of the oldest running call."""
 
 
-class CacheMeasured(ProcessEvent, frozen=True, kw_only=True):
+class CacheMeasured(ProcessEvent, frozen=True, kw_only=True, tag=57):
     """A replica measured its KV cache. Sent while groups run, if the run's concurrency policy uses it."""
 
-    tag: ClassVar[int] = 57
     used: float
     """Share of it in use, from 0 to 1."""
 
 
-EVENTS: dict[int, type[Event]] = {
-    cls.tag: cls
-    for cls in (
-        RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ProcessUp, ProcessLost, WeightsStaged,
-        ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
-        PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
-        RowsMeasured, RowsFailed, StateLeft, StateFailed, StepInspected, InspectionFailed, SchedulerRecovered,
-        DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged,
-        ProcessWaits, RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed, CacheMeasured,
-    )
-}  # fmt: skip
+EVENTS: tuple[type[Event], ...] = (
+    RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ProcessUp, ProcessLost, WeightsStaged,
+    ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
+    PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
+    RowsMeasured, RowsFailed, StateLeft, StateFailed, StepInspected, InspectionFailed, SchedulerRecovered,
+    DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged,
+    ProcessWaits, RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed, CacheMeasured,
+)  # fmt: skip

@@ -203,7 +203,6 @@ UNPICKLES = {
 }
 """Where something is unpickled: traffic between processes of one run, which Ray pickles as well."""
 EXECUTES = {
-    "engine/record/codec.py": "readers and writers that it derives from the classes of events and commands",
     "engine/tasks/code_roles.py": "responses and their tests, in isolated processes",
 }
 """Where code is made of text."""

@@ -39,8 +39,9 @@ from engine.actors.worker_actor import Figures, Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status, read_status
+from engine.record.codec import unpack_events
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
-from engine.runtime.wire import Message, unpack_events
+from engine.runtime.wire import Message
 from engine.states.process import TRAINER
 from engine.workers.threads import contained
 

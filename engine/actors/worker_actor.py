@@ -22,12 +22,13 @@ from engine.actors.transports import transport_of
 from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, StepId, Version
+from engine.record.codec import pack_events
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.process_port import source_of
-from engine.runtime.wire import GatheredCalls, InOrder, Message, pack_events, unpack_orders
+from engine.runtime.wire import GatheredCalls, InOrder, Message, unpack_orders
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.storage.weights import Trained

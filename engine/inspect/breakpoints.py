@@ -106,8 +106,8 @@ def parse_breakpoint(text: str, added_states: Iterable[str] = ()) -> Breakpoint:
             raise ConfigError("breakpoint", text, f"must have a whole number as {name}", f"for example {EXAMPLES}")
         return Breakpoint(text.strip(), NUMBERS.get(name, name), relation, int(value))
     known = {
-        "command": [cls.__name__ for cls in COMMANDS.values()],
-        "event": [cls.__name__ for cls in EVENTS.values()],
+        "command": [cls.__name__ for cls in COMMANDS],
+        "event": [cls.__name__ for cls in EVENTS],
         "state": sorted({*added_states, *(state for machine in MACHINES for state in machine.states)}),
     }
     if name not in known:

@@ -139,7 +139,7 @@ class Cursor:
     def events(self) -> int:
         """Number of events in the record."""
         after = self.index.place_before(len(self) - 1)
-        frames = self._record.frames_and_snapshots(answers=False, after=after)
+        frames = self._record.frames_and_snapshots(after)
         return next(frame.last for frame in frames if isinstance(frame, Tick)) + 1
 
     def grow(self) -> int:

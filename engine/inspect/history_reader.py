@@ -162,7 +162,7 @@ def _stretches(record: Record, least: int) -> list[_Stretch]:
         if place.position - (0 if before is None else before.position) >= least:
             places.append(place)
     newest = snapshots[-1] if len(places) > 1 else None
-    if newest not in places and not any(record.frames_and_snapshots(answers=False, after=newest)):
+    if newest not in places and not any(record.frames_and_snapshots(newest)):
         places.append(newest)
     return [_Stretch(begin, end) for begin, end in zip(places, [*places[1:], None], strict=True)]
 

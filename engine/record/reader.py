@@ -9,7 +9,7 @@ Called by `replayer`, by `engine.inspect` and by tests. No byte is trusted: the 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -79,29 +79,24 @@ class Record:
         """The torn end, known once `frames` has reached it."""
         return self._log.torn
 
-    def frames(self, answers: bool = True) -> Iterator[Tick | Rejected]:
-        """The ticks of the record in order. Without `answers`, commands are neither decoded nor checked.
+    def frames(self) -> Iterator[Tick | Rejected]:
+        """The ticks of the record in order. Raises: `RecordError`."""
+        return (frame for frame in self.frames_and_snapshots() if not isinstance(frame, Snapshot))
 
-        Raises: `RecordError`.
-        """
-        return (frame for frame in self.frames_and_snapshots(answers) if not isinstance(frame, Snapshot))
-
-    def ticks(self, answers: bool = True) -> Iterator[Tick]:
+    def ticks(self) -> Iterator[Tick]:
         """The ticks of the record in order, without rejected ones. Raises: `RecordError`."""
-        return (frame for frame in self.frames(answers) if type(frame) is Tick)
+        return (frame for frame in self.frames() if type(frame) is Tick)
 
     def events(self) -> Iterator[Event]:
         """The events of the record in order. Raises: `RecordError`."""
-        return (event for tick in self.ticks(answers=False) for event in tick.events)
+        return (event for tick in self.ticks() for event in tick.events)
 
-    def frames_and_snapshots(
-        self, answers: bool = True, *, after: Place | None = None
-    ) -> Iterator[Tick | Rejected | Snapshot]:
+    def frames_and_snapshots(self, after: Place | None = None) -> Iterator[Tick | Rejected | Snapshot]:
         """As `frames`, with the snapshots among them. `after`: only those after a snapshot. Raises: `RecordError`."""
         ticks, position = (0, 0) if after is None else (after.ticks, after.position)
         number, offset = (0, self._header_at.end) if after is None else (after.segment, after.behind)
         for payload in self._log.payloads(number, offset):
-            frame = _decode(payload, answers)
+            frame = _decode(payload)
             if isinstance(frame, Snapshot):
                 begins, what = (frame.ticks, frame.position), "a snapshot before tick"
             else:
@@ -121,7 +116,7 @@ class Record:
             begin = offset if number == segment and offset else self._header_at.end if number == 0 else PREAMBLE_BYTES
             for payload in self._log.payloads_of(number, begin):
                 place, at = _heading(number, payload)
-                frame = _decode(payload, False) if payload.data.startswith(REJECTED_START) else None
+                frame = _decode(payload) if payload.data.startswith(REJECTED_START) else None
                 rejected = frame if isinstance(frame, Rejected) else None
                 yield Heading(place, at, rejected)
 
@@ -135,7 +130,7 @@ class Record:
     def snapshot(self, place: Place) -> Snapshot:
         """Read the snapshot at a place. Raises: `RecordError`."""
         payload = self._payload(place)
-        frame = _decode(payload, False)
+        frame = _decode(payload)
         if not isinstance(frame, Snapshot):
             raise RecordError(payload.path, payload.offset, "is not the snapshot that was there")
         return frame
@@ -150,23 +145,23 @@ class Record:
     def outcome(self) -> FinishRun | None:
         """The end of the run, if the last tick ended it. Decodes only the ticks after the newest snapshot that has
         any. Raises: `RecordError`."""
-        _, ticks = self._newest_ticks(answers=True)
+        _, ticks = self._newest_ticks()
         return next((order for tick in ticks[-1:] for order in tick.commands if isinstance(order, FinishRun)), None)
 
     def limits(self) -> Limits:
         """The limits at the end of the record, with all changed settings; decodes as little as `outcome`. Raises:
         `RecordError`."""
-        place, ticks = self._newest_ticks(answers=False)
+        place, ticks = self._newest_ticks()
         limits = Limits.from_plain(dict(self.header.limits if place is None else self.snapshot(place).plain[1]))
         for event in (event for tick in ticks for event in tick.events):
             if isinstance(event, SettingChanged) and event.setting in FIGURES:
                 limits = changed_limits(limits, event.setting, event.value)
         return limits
 
-    def _newest_ticks(self, answers: bool) -> tuple[Place | None, list[Tick]]:
+    def _newest_ticks(self) -> tuple[Place | None, list[Tick]]:
         """The newest snapshot that ticks follow, and these ticks; without one, all ticks."""
         for after in chain(self.snapshots(), (None,)):
-            ticks = [frame for frame in self.frames_and_snapshots(answers, after=after) if type(frame) is Tick]
+            ticks = [frame for frame in self.frames_and_snapshots(after) if type(frame) is Tick]
             if ticks:
                 return after, ticks
         return None, []
@@ -179,6 +174,10 @@ class Record:
     def require_index(self) -> None:
         """Raises: `RunDamaged` if there is no index."""
         self._log.require_index()
+
+    def error_at(self, place: Place, reason: str) -> RecordError:
+        """An error with the file and offset of a snapshot."""
+        return RecordError(self._log.segments[place.segment].path, place.offset, reason)
 
     def header_error(self, reason: str) -> RecordError:
         """An error with the header's file and offset."""
@@ -209,9 +208,8 @@ def _heading(segment: int, payload: Payload) -> tuple[Place, float | None]:
     return Place(segment, payload.offset, payload.end, ticks, position), at
 
 
-def _decode(payload: Payload, answers: bool) -> Tick | Rejected | Snapshot:
+def _decode(payload: Payload) -> Tick | Rejected | Snapshot:
     try:
-        frame = decode_frame(payload.data, answers)
+        return decode_frame(payload.data)
     except CodecError as error:
         raise RecordDamaged(payload.path, payload.offset, str(error)) from None
-    return replace(frame, path=payload.path, offset=payload.offset) if isinstance(frame, Snapshot) else frame

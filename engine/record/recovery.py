@@ -64,11 +64,10 @@ class Recovered:
     def _begin(self) -> tuple[Scheduler, Place | None]:
         """The scheduler of the newest usable snapshot, or else of the header."""
         for place in self._record.snapshots():
-            found = self._record.snapshot(place)
             try:
-                return restore(found.plain), place
+                return restore(self._record.snapshot(place).plain), place
             except CodecError as error:
-                self.passed_over.append(found.error(str(error)))
+                self.passed_over.append(self._record.error_at(place, str(error)))
         return _first_scheduler(self._record), None
 
     @property

@@ -14,8 +14,8 @@ from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import EventId
 from engine.policies import PolicySet
-from engine.record.codec import CodecError
-from engine.record.frames import Header, Rejected, Snapshot, Tick, encode_tick
+from engine.record.codec import pack
+from engine.record.frames import Header, Rejected, Snapshot, Tick
 from engine.record.reader import Place, Record
 from engine.record.segment_log import Torn
 from engine.record.snapshots import first_difference
@@ -141,7 +141,7 @@ def replay(
     rejected: list[Rejected] = []
     divergence: Divergence | None = None
     last: Tick | None = None
-    for frame in record.frames_and_snapshots(answers=False, after=after):
+    for frame in record.frames_and_snapshots(after):
         if until is not None and (frame.position - 1 if isinstance(frame, Snapshot) else frame.events[0].id) > until:
             break
         if isinstance(frame, Snapshot):
@@ -149,38 +149,34 @@ def replay(
             if compare_snapshots and isinstance(scheduler, Scheduler):
                 differs = first_difference(scheduler, frame.plain)
             if differs and last is not None:
-                where = f"{frame.path} at byte {frame.offset}: {differs}"
-                divergence = Divergence(tick=record.tick(last.number), snapshot=where)
+                place = next(place for place in record.snapshots() if place.ticks == frame.ticks)
+                divergence = Divergence(tick=last, snapshot=f"{record.error_at(place, differs)}")
                 break
             continue
         if isinstance(frame, Rejected):
             rejected.append(frame)
             continue
-        answer, divergence = _compare(frame, scheduler, record)
+        answer, divergence = _compare(frame, scheduler)
         if divergence is not None:
             break
         last = frame
         ticks, events, commands = ticks + 1, events + len(frame.events), commands + len(answer)
         if watch is not None:
-            watch(Tick(frame.number, frame.events, answer, frame.payload))
+            watch(frame)
     return ReplayReport(
         ticks=ticks, events=events, commands=commands, divergence=divergence, rejected=tuple(rejected),
         torn=record.torn,
     )  # fmt: skip
 
 
-def _compare(tick: Tick, scheduler: Replayable, record: Record) -> tuple[tuple[Command, ...], Divergence | None]:
-    """The scheduler's answer, and the divergence if any. Recorded commands are decoded only if the bytes differ."""
+def _compare(tick: Tick, scheduler: Replayable) -> tuple[tuple[Command, ...], Divergence | None]:
+    """The scheduler's answer, and the divergence if any."""
     try:
         answer = tuple(scheduler.tick(tick.events))
-        if encode_tick(tick.number, tick.events, answer) == tick.payload:
-            return answer, None
-    except CodecError as error:
-        return (), Divergence(tick=record.tick(tick.number), raised=f"the answer cannot be recorded: {error}")
+        same = pack(answer) == pack(tick.commands)
     except Exception as error:  # the record is data: report as a divergence whatever it makes the scheduler raise
-        return (), Divergence(tick=record.tick(tick.number), raised=f"{type(error).__name__}: {error}")
-    recorded = record.tick(tick.number)
-    return answer, None if answer == recorded.commands else Divergence(tick=recorded, got=answer)
+        return (), Divergence(tick=tick, raised=f"{type(error).__name__}: {error}")
+    return answer, None if same else Divergence(tick=tick, got=answer)
 
 
 SHOWN = 20

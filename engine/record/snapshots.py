@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 from engine.commands import Command, FinishRun
 from engine.errors import EngineError
 from engine.policies import PolicySet
-from engine.record.codec import CodecError, command_from, pack, plain_command, unpack
+from engine.record.codec import AnyCommand, CodecError, pack, unpack, unpacker
 from engine.scheduling.scheduler import Scheduler
 from engine.states.group import (
     NO_OUTCOME,
@@ -43,9 +43,9 @@ from engine.states.state import State
 from engine.states.tree import declared
 
 Plain = Any
-"""None, bool, int, float, str, and lists and dicts of these."""
+"""None, bool, int, float, str, bytes, commands, and lists and dicts of these."""
 
-SCALARS = (NoneType, bool, int, float, str)
+SCALARS = (NoneType, bool, int, float, str, bytes)
 SHOWN = 100
 """Maximum length of a value in a message, in characters."""
 STRETCH_EVENTS = 20_000
@@ -145,10 +145,8 @@ def _form(hint: Any) -> Form:
     origin, args = get_origin(hint), get_args(hint)
     if hint in SCALARS:
         return _scalar(hint)
-    if hint is bytes:
-        return Form(list, lambda plain, _: bytes(plain))
     if hint in (Command, FinishRun):
-        return Form(lambda order: [order.cause, *plain_command(order)], lambda plain, _: _command(plain))
+        return Form(lambda order: order, lambda plain, _: _command(pack(plain)))
     if origin in (Union, UnionType):
         return _union(args)
     if origin is tuple and args[1:] != (...,):
@@ -249,9 +247,7 @@ def _list(plain: Plain) -> Any:
     return plain
 
 
-def _command(plain: Plain) -> Command:
-    cause, *said = plain
-    return command_from(tuple([tuple(value) if type(value) is list else value for value in said]), cause)
+_command = unpacker(AnyCommand)
 
 
 @lru_cache
@@ -269,7 +265,7 @@ def declarations() -> Plain:
 
 
 def _classes_in(hint: Any) -> list[type]:
-    if isinstance(hint, type) and hint not in (*SCALARS, bytes, Command, FinishRun) and get_origin(hint) is None:
+    if isinstance(hint, type) and hint not in (*SCALARS, Command, FinishRun) and get_origin(hint) is None:
         return [hint]
     return [cls for arg in get_args(hint) if arg is not ... for cls in _classes_in(arg)]
 

@@ -13,7 +13,6 @@ from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, Publis
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
 from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
-from engine.record.codec import MAX_TEXT_BYTES
 from engine.states.process import REPLICA
 from engine.trajectory import Prompt
 from engine.workers.group_reports import describe_prompt
@@ -148,11 +147,15 @@ def draw_prompts(
     return PromptsDrawn(first=order.first, count=count, exhausted=exhausted, number=order.number, described=known)
 
 
+MAX_DESCRIBED = 1 << 20
+"""Maximum length of the descriptions of prompts in one event."""
+
+
 def _descriptions(prompts: Prompts, groups: Sequence[GroupId], columns: Sequence[str]) -> str:
-    """A JSON list. It has null for a prompt that is not chosen yet or cannot be read, and for those beyond the length
-    that the record holds."""
+    """A JSON list. It has null for a prompt that is not chosen yet or cannot be read, and for those beyond
+    `MAX_DESCRIBED`."""
     texts: list[str] = []
-    room = MAX_TEXT_BYTES - 6 * len(groups) - 2
+    room = MAX_DESCRIBED - 6 * len(groups) - 2
     for group in groups:
         try:
             text = json.dumps(describe_prompt(read_prompt(prompts, group), columns))

@@ -87,7 +87,7 @@ def header_of(plan: Plan) -> Header:
         run="local" if plan.run_dir is None else plan.run_dir.name,
         limits=plan.limits.to_plain(),
         policies=dict(PolicySet.from_names(plan.policies).names),
-        config=plan.config,
+        config=dict(plan.config),
         code=__version__,
     )
 

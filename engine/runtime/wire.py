@@ -1,8 +1,7 @@
-"""The format of messages between the actors: batches of events and orders as bytes; calls gathered and in their order.
+"""The format of messages between the actors: orders with their prompts as bytes; calls gathered and in their order.
 
-Events and commands use the record's strict format, so the sender fails if something cannot be recorded. The lists
-around them are pickled, as Ray does with every call: they pass only between processes of one run and are never read
-from disk. Trajectories are not pickled: `storage.group_codec`.
+Events and commands use the record's strict format. Prompts are pickled, as Ray does with every call: they pass only
+between processes of one run and are never read from disk. Trajectories are not pickled: `storage.group_codec`.
 """
 
 import asyncio
@@ -10,38 +9,33 @@ import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from engine.events import Event
-from engine.record.codec import command_from, event_from, plain_command, plain_event
+from engine.record.codec import AnyCommand, pack, unpacker
 from engine.runtime.process_port import SentOrder
 from engine.trajectory import Prompt
 
 Item = TypeVar("Item")
 
 
-def pack_events(events: Sequence[Event]) -> bytes:
-    """A batch of events as bytes. Raises: `CodecError` for an event that cannot be recorded."""
-    return pickle.dumps([plain_event(event) for event in events], 5)
-
-
-def unpack_events(data: bytes) -> list[Event]:
-    """The inverse of `pack_events`. The events have no number and no time yet."""
-    return [event_from(plain, -1, 0.0) for plain in pickle.loads(data)]
-
-
 def pack_orders(orders: Sequence[SentOrder]) -> bytes:
-    """A batch of orders as bytes, with their causes and prompts."""
-    return pickle.dumps([(c.cause, plain_command(c), _plain_prompt(prompt)) for c, prompt in orders], 5)
+    """A batch of orders as bytes, with their prompts."""
+    return pickle.dumps(
+        (pack([order.command for order in orders]), [_plain_prompt(order.prompt) for order in orders]), 5
+    )
 
 
 def unpack_orders(data: bytes) -> list[SentOrder]:
     """The inverse of `pack_orders`."""
+    commands, prompts = pickle.loads(data)
     return [
         SentOrder(
-            command_from(plain, cause),
+            command,
             None if prompt is None else Prompt(row=prompt[0], text=prompt[1], fields=prompt[2], source=prompt[3]),
         )
-        for cause, plain, prompt in pickle.loads(data)
+        for command, prompt in zip(_commands(commands), prompts, strict=True)
     ]
+
+
+_commands = unpacker(list[AnyCommand])
 
 
 def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
@@ -55,7 +49,7 @@ Message = tuple[int, int, bytes]
 MAX_ITEMS = 4096
 """Maximum number of items of one call."""
 GATHER_S = 0.002
-"""Seconds that an item waits for others to be sent in the same call. A call through Ray takes a millisecond of
+"""Minimum seconds between a call and the next, in which items gather. A call through Ray takes a millisecond of
 processor time, however many items it has."""
 
 
@@ -67,6 +61,8 @@ class GatheredCalls(Generic[Item]):
         self._items: list[Item] = []
         self._begun = False
         """Whether a call is open, or the timer before it is set."""
+        self._earliest = 0.0
+        """Time on the loop's clock at which the next call may begin."""
         self._task: asyncio.Task[None] | None = None
 
     def add(self, item: Item) -> None:
@@ -76,7 +72,7 @@ class GatheredCalls(Generic[Item]):
     def _begin(self) -> None:
         if self._items and not self._begun:
             self._begun = True
-            asyncio.get_running_loop().call_later(GATHER_S, self._call_soon)
+            asyncio.get_running_loop().call_at(self._earliest, self._call_soon)
 
     def _call_soon(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._call())
@@ -87,6 +83,7 @@ class GatheredCalls(Generic[Item]):
             await self._send(items)
         finally:
             self._begun = False
+            self._earliest = asyncio.get_running_loop().time() + GATHER_S
             self._begin()
 
 

@@ -32,7 +32,7 @@ MAKES_ROOM = (GroupGenerated, GroupAborted, GroupFailed, RowsMeasured, RowsFaile
 """Facts of a replica after which it may have room for groups."""
 LEAVES_STATE = (StateLeft, StateFailed)
 """Facts after which an added state may have room for the work on another group."""
-_NUMBERED = frozenset(command for command in COMMANDS.values() if "number" in command.__struct_fields__)
+_NUMBERED = frozenset(command for command in COMMANDS if "number" in command.__struct_fields__)
 
 
 class Orders:

@@ -20,7 +20,7 @@ from engine.actors.detached_actors import PackedPlan
 from engine.actors.ray_processes import RayProcesses
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
-from engine.runtime.wire import unpack_events
+from engine.record.codec import unpack_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 

@@ -5,18 +5,19 @@ from msgspec.structs import replace
 
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event
-from engine.runtime.wire import InOrder, SentOrder, pack_events, pack_orders, unpack_events, unpack_orders
+from engine.record.codec import pack_events, unpack_events
+from engine.runtime.wire import InOrder, SentOrder, pack_orders, unpack_orders
 from tests.core.test_orders import sample
 
 
-@pytest.mark.parametrize("kind", EVENTS.values())
+@pytest.mark.parametrize("kind", EVENTS)
 def test_every_event_arrives_as_it_was(kind: type[Event]) -> None:
     event = replace(sample(kind), id=-1, at=0.0)  # the scheduler stamps it
     (arrived,) = unpack_events(pack_events([event]))
     assert arrived == event
 
 
-@pytest.mark.parametrize("kind", COMMANDS.values())
+@pytest.mark.parametrize("kind", COMMANDS)
 def test_every_order_arrives_as_it_was(kind: type[Command]) -> None:
     order = SentOrder(sample(kind))
     assert unpack_orders(pack_orders([order])) == [order]

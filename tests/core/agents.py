@@ -141,7 +141,7 @@ class SimReplica:
         self._stopped = -1
         """Number of the newest order to stop measuring."""
         self._seen_chunks: dict[tuple[ValidationId, int], int] = {}
-        self._synced: set[tuple[int, int]] = set()
+        self._synced: set[tuple[int, type[Command]]] = set()
 
     def take(self, command: Command) -> None:
         """Receive an order. A repeated order changes nothing."""
@@ -161,8 +161,8 @@ class SimReplica:
             case StageWeights() | PauseReplica() | InstallWeights():
                 self.work.append(command)
             case ResumeReplica():
-                if (command.attempt, command.tag) not in self._synced:
-                    self._synced.add((command.attempt, command.tag))
+                if (command.attempt, type(command)) not in self._synced:
+                    self._synced.add((command.attempt, type(command)))
                     self.frozen = False
                 self.emit(OrderDone(orders=(command.number,)))
             case MeasureRows():
@@ -281,9 +281,9 @@ class SimReplica:
     def sync(self, succeed: bool = True) -> None:
         """Carry out or fail the first sync order. A repeated order does nothing."""
         command = self.work.popleft()
-        if (command.attempt, command.tag) in self._synced:
+        if (command.attempt, type(command)) in self._synced:
             return
-        self._synced.add((command.attempt, command.tag))
+        self._synced.add((command.attempt, type(command)))
         place = {"replica": self.id, "incarnation": self.incarnation, "attempt": command.attempt}
         if not succeed:
             self.emit(SyncFailed(**place, version=command.version, reason="fault"))

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from msgspec import structs
-from record_samples import COMMAND_CLASSES, EVENT_CLASSES, LIMITS, encode_command, encode_event, record_run
+from record_samples import LIMITS, record_run
 
+from engine.commands import COMMANDS
+from engine.events import EVENTS
 from engine.record import FORMAT_VERSION
+from engine.record.codec import pack
 from engine.states.limits import Limits
 
 RELEASED = 0
@@ -46,20 +49,14 @@ def sample(cls: type[Any]) -> dict[str, Any]:
     values[tuple[float, ...]] = (0.25, -1.0)
     hints = get_type_hints(cls)
     given = [f.name for f in structs.fields(cls) if f.default != -1 or f.name == "number"]
-    names = [name for name in given if name not in ("at", "tag")]
+    names = [name for name in given if name != "at"]
     return {name: values[hints[name]] for name in names if not (name == "cause" and hints[name] is int)}
 
 
 def every_type() -> dict[str, Any]:
     return {
-        "events": {
-            cls.__name__: {"fields": sample(cls), "bytes": encode_event(cls(**sample(cls))).hex()}
-            for cls in EVENT_CLASSES
-        },
-        "commands": {
-            cls.__name__: {"fields": sample(cls), "bytes": encode_command(cls(**sample(cls), cause=0)).hex()}
-            for cls in COMMAND_CLASSES
-        },
+        table: {cls.__name__: {"fields": sample(cls), "bytes": pack(cls(**sample(cls))).hex()} for cls in classes}
+        for table, classes in (("events", EVENTS), ("commands", COMMANDS))
     }
 
 

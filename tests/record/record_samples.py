@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from engine.commands import COMMANDS, Command, DrawPrompts, StartGroup
 from engine.events import EVENTS, Event, PromptsDrawn, RunStarted, stamp
-from engine.ids import EventId
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Recorder, read
-from engine.record.codec import command_from, event_from, pack, plain_command, plain_event, unpack
 from engine.record.recorder import RecordWriter
 from engine.record.segment_log import FRAME_BYTES, PREAMBLE_BYTES
 from engine.simulation.world import Faults, Setting, World
@@ -42,26 +40,8 @@ def objects(cls: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{name: OUTER[name] if name in stamps else VALUES[hints[name]] for name in names})
 
 
-EVENT_CLASSES = list(EVENTS.values())
-COMMAND_CLASSES = list(COMMANDS.values())
-events: st.SearchStrategy[Event] = st.one_of([objects(cls) for cls in EVENT_CLASSES])
-commands: st.SearchStrategy[Command] = st.one_of([objects(cls) for cls in COMMAND_CLASSES])
-
-
-def encode_event(event: Event) -> bytes:
-    return pack(plain_event(event))
-
-
-def decode_event(data: bytes, id: EventId = -1, at: float = 0.0) -> Event:
-    return event_from(unpack(data, lists=False), id, at)
-
-
-def encode_command(command: Command) -> bytes:
-    return pack(plain_command(command))
-
-
-def decode_command(data: bytes, cause: EventId) -> Command:
-    return command_from(unpack(data, lists=False), cause)
+events: st.SearchStrategy[Event] = st.one_of([objects(cls) for cls in EVENTS])
+commands: st.SearchStrategy[Command] = st.one_of([objects(cls) for cls in COMMANDS])
 
 
 def header(**changes: Any) -> Header:

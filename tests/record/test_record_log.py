@@ -4,7 +4,6 @@ import errno
 import fcntl
 import struct
 import tracemalloc
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from zlib import crc32
@@ -12,6 +11,7 @@ from zlib import crc32
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from record_samples import answer, event, fill, frame_offsets, header, positions, written
 
 from engine.errors import EngineError, RecordDamaged, RecordError, RecordHeld
@@ -25,7 +25,7 @@ from engine.record import (
     Tick,
     read,
 )
-from engine.record.codec import MAX_PAYLOAD_BYTES
+from engine.record.codec import MAX_PAYLOAD_BYTES, pack
 from engine.record.frames import SCHEDULE
 from engine.record.segment_log import FRAME_BYTES, PREAMBLE_BYTES, Index, frame, load_index, store_index
 from tests.killed_writers import leave_open
@@ -96,7 +96,7 @@ def test_a_record_is_never_continued_or_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_header_that_cannot_be_read_back_leaves_nothing(tmp_path: Path) -> None:
-    for config in ({"a": object()}, {"a": b"x"}, {"a": "x" * (1 << 21)}, {"a": 2**64}):
+    for config in ({"a": object()}, {"a": "\ud800"}, {"a": 2**64}):
         with pytest.raises(CodecError):
             Recorder(tmp_path / "schedule", header(config=config))
     assert not (tmp_path / "schedule").exists()
@@ -249,30 +249,21 @@ def test_a_segment_of_another_format_or_a_later_epoch_is_refused(
     expect(tmp_path, offset, said)
 
 
-def rewrite_header(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    import msgpack
-
-    whole = path.read_bytes()
-    start, after = frame_offsets(whole)[:2]
-    kind, said = msgpack.unpackb(whole[start + FRAME_BYTES : after])
-    change(said)
-    path.write_bytes(whole[:start] + frame(msgpack.packb([kind, said])) + whole[after:])
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("changes", "said"),
     [
-        (lambda h: h.update(flags=["x-ray"]), "unknown logic flag 'x-ray'"),
-        (lambda h: h.update(flags=[3]), "must be strings"),
-        (lambda h: h.update(policies={"filter": 3}), "must be strings"),
-        (lambda h: h.update(limits=[]), "limits is a list, not a dict"),
-        (lambda h: h.pop("run"), "run is a NoneType, not a str"),
-        (lambda h: h.update(more=1), "unknown fields: more"),
+        ({"flags": ["x-ray"]}, "unknown logic flag 'x-ray'"),
+        ({"flags": [3]}, "Expected `str`, got `int`"),
+        ({"policies": {"filter": 3}}, "Expected `str`, got `int`"),
+        ({"limits": []}, "Expected `object`, got `array`"),
+        ({"run": None}, "Expected `str`"),
     ],
 )
-def test_a_wrong_header_is_refused(tmp_path: Path, change: Callable[[dict[str, object]], object], said: str) -> None:
+def test_a_wrong_header_is_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     path = written(tmp_path, 2)
-    rewrite_header(path, change)
+    whole = path.read_bytes()
+    start, after = frame_offsets(whole)[:2]
+    path.write_bytes(whole[:start] + frame(pack(replace(header(), **changes))) + whole[after:])
     expect(tmp_path, PREAMBLE_BYTES, said)
 
 
@@ -349,7 +340,7 @@ def epochs(directory: Path) -> list[tuple[int, int]]:
 
 
 def test_every_recorder_has_an_epoch_of_its_own_which_all_its_segments_say(tmp_path: Path) -> None:
-    with closing(Recorder(tmp_path, header(), segment_bytes=200)) as first:
+    with closing(Recorder(tmp_path, header(), segment_bytes=100)) as first:
         for position in range(9):
             first.write((event(position),), answer(position))
             first.flush()

@@ -4,7 +4,7 @@ not."""
 from pathlib import Path
 
 import pytest
-from record_samples import FAULTS, LIMITS, Echo, answer, event, fill, header, record_run
+from record_samples import FAULTS, LIMITS, Echo, event, fill, header, record_run
 
 from engine.commands import StartGroup
 from engine.errors import InvariantViolated, RecordError
@@ -60,18 +60,7 @@ def test_a_scheduler_that_raises_has_diverged(echoed: MemoryRecorder, error: Exc
 def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> None:
     wrong = (StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=4),)
     report = replay(read(echoed), build=lambda _: Echo(5, commands=wrong))
-    assert report.divergence is not None and "StartGroup has cause 4" in str(report)
-
-
-def test_other_bytes_of_the_same_answers_are_identical(echoed: MemoryRecorder) -> None:
-    other = MemoryRecorder(header())
-    other.frames.extend(echoed.frames)
-    kind_and_number = b"\x97\x01\x05"
-    assert other.frames[5].startswith(kind_and_number)
-    other.frames[5] = b"\x97\x01\xcc" + other.frames[5].removeprefix(b"\x97\x01")  # the number as a uint8
-    seen: list[int] = []
-    report = replay(read(other), build=lambda _: Echo(), watch=lambda frame: seen.append(len(frame.commands)))
-    assert report.identical and report.events == COUNT and seen == [len(answer(n)) for n in range(COUNT)]
+    assert report.divergence is not None and "cause=4" in str(report)
 
 
 def test_rejected_events_are_skipped_and_reported() -> None:

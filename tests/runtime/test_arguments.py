@@ -40,7 +40,7 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "no replica": ({"generators": lambda number: Steady(), "replicas": 0}, "replicas is 0, but must be at least 1"),
     "limits": ({"limits": None}, "limits is null, but must be an engine.Limits"),
     "a text that no record holds": (
-        {"limits": limits(scoring_tasks=("\ud83d",))}, "limits .*cannot be recorded: .*surrogates not allowed",
+        {"limits": limits(scoring_tasks=("\ud83d",))}, "limits .*cannot be recorded: .*half of a surrogate pair",
     ),
     "trainer": ({"trainer": None}, "trainer is null, but must have the methods train, weights of engine"),
     "a class of trainers": ({"trainer": Counting}, "trainer is 'the class Counting', .*give an object of the class"),

@@ -54,7 +54,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import NO_VERSION
-from engine.record.codec import CodecError, plain_event
+from engine.record.codec import CodecError, pack_events
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.orders import NUMBERED, RELATIONS, Order, Relation
@@ -126,12 +126,12 @@ CAUSES = ("infrastructure", "data")
 
 def check_fact(fact: Any, scheduler: Scheduler, now: float) -> None:
     """Raises: `IllegalFact`, or the `ConfigError` of a setting or number of replicas that is not allowed."""
-    if not isinstance(fact, Event) or EVENTS.get(type(fact).tag) is not type(fact):
+    if not isinstance(fact, Event) or type(fact) not in EVENTS:
         raise IllegalFact(f"{fact!r:.200} is not a fact; report an object of a class in engine.events")
     if isinstance(fact, OWN):
         raise IllegalFact(f"{_name(type(fact))} is reported by the session itself, in begin(); leave it out")
     try:
-        plain_event(fact)
+        pack_events([fact])
     except CodecError as error:
         raise IllegalFact(f"{fact}: {error}") from None
     problem = next(_problems(fact, scheduler, now), None)
