@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,10 +238,11 @@ def read_rows(table: Path) -> list[Row]:
 
 
 def write_rows(table: Path, rows: Sequence[Row]) -> None:
-    with table.open("w", encoding="utf-8", newline="") as file:
+    with (new := table.with_suffix(".new")).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    new.replace(table)
 
 
 def replace_rows(old: Sequence[Row], tried: Collection[tuple[int, str]], new: Sequence[Row]) -> list[Row]:
@@ -294,19 +295,18 @@ def one(seed: int, mode: str) -> Result | None:
     return result
 
 
-def held(points: list[tuple[int, str]], jobs: int) -> list[Result | None]:
-    """Of every (seed, mode) in order; only of those that have ended, where somebody stops this before."""
-    ended: list[Result | None] = []
+def held(points: list[tuple[int, str]], jobs: int) -> Iterator[tuple[tuple[int, str], Result | None]]:
+    """Every (seed, mode) in order with its result; only those that have ended, where somebody stops this before."""
     with ThreadPoolExecutor(jobs) as pool:
         begun = [pool.submit(one, *point) for point in points]
         try:
-            ended += [point.result() for point in begun]
+            for point, future in zip(points, begun, strict=True):
+                yield point, future.result()
         except (KeyboardInterrupt, SystemExit):
             pool.shutdown(wait=False, cancel_futures=True)
             STOP.set()
             for seed, mode in points:
                 _strike_all(_mark(seed, mode))
-    return ended or [point.result() for point in begun if point.done() and not (point.cancelled() or point.exception())]
 
 
 def main() -> int:
@@ -329,17 +329,19 @@ def main() -> int:
     if chosen.seed is not None:
         points = [(chosen.seed, chosen.mode or TREE)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that whatever runs is ended with this
-    looked_at = held(points, chosen.jobs)
-    results = [result for result in looked_at if result is not None]
-    print(f"{len(results)} of {len(looked_at)} points held, of {len(points)} chosen")
-    if chosen.table is not None:
-        old = read_rows(chosen.table) if chosen.table.exists() else []
-        date, commit = datetime.date.today().isoformat(), _commit()
-        rows = replace_rows(old, set(points), [row_of(result, date, commit) for result in results])
-        write_rows(chosen.table, rows)
-        if chosen.page is not None:
-            write_summary(chosen.page, rows)
-    return int(len(results) < len(points))
+    date, commit = datetime.date.today().isoformat(), _commit()
+    tried = passed = 0
+    for point, result in held(points, chosen.jobs):
+        tried += 1
+        passed += result is not None
+        if chosen.table is not None:
+            old = read_rows(chosen.table) if chosen.table.exists() else []
+            rows = replace_rows(old, {point}, [] if result is None else [row_of(result, date, commit)])
+            write_rows(chosen.table, rows)
+            if chosen.page is not None:
+                write_summary(chosen.page, rows)
+    print(f"{passed} of {tried} points held, of {len(points)} chosen")
+    return int(passed < len(points))
 
 
 BEGIN = "<!-- written by make torture -->"
