@@ -20,7 +20,7 @@ from engine.actors.launch import RunHandle, start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, PrefixStored, ProcessLost, WeightsInstalled
-from engine.ids import GroupId
+from engine.ids import GroupId, ReplicaId
 from engine.plans.configured_plan import plan_of
 from engine.record import read
 from engine.rollout.vllm.engine_args import all_engine_args
@@ -48,11 +48,11 @@ def tree(made: Path, gate: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_stored(run: RunHandle, run_dir: Path, replica: int) -> GroupId:
+def first_stored(run: RunHandle, run_dir: Path) -> tuple[ReplicaId, GroupId]:
+    """Of the replica that is up first: it may get all groups."""
     for _ in run.updates():
         for stored in events_of(run_dir, PrefixStored):
-            if stored.replica == replica:
-                return stored.group
+            return stored.replica, stored.group
     pytest.fail("no prefix was stored")
 
 
@@ -72,8 +72,8 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     planned = plan_of(parse_config(tree(tmp_path, tmp_path / "gate")), run_dir)
     limits = replace(planned.limits, replica_restarts=0)  # another engine would take longer to start than the run
     with start(replace(planned, limits=limits)) as run:
-        killed = first_stored(run, run_dir, replica=0)
-        engine_process(run_dir, replica=0).kill()
+        replica, killed = first_stored(run, run_dir)
+        engine_process(run_dir, replica).kill()
         gate.open()
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", STEPS), status.reason
@@ -83,9 +83,9 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
 
     lost, *others = events_of(run_dir, ProcessLost)
     until = min((other.id for other in others), default=math.inf)  # a slow machine may lose another one
-    assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
-    assert (run_dir / "logs/rollout-0.vllm.log").read_text(), "its processes wrote no log"
-    stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
+    assert (lost.index, lost.incarnation) == (replica, 1) and "vLLM" in lost.reason
+    assert (run_dir / f"logs/rollout-{replica}.vllm.log").read_text(), "its processes wrote no log"
+    stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == replica and e.id < lost.id}
     assert killed in stored
     orders = [
         command
