@@ -26,9 +26,10 @@ from trainer import make_model
 
 from engine.actors.launch import connect
 from engine.actors.store_actors import RemoteWeights, WeightsStoreActor
-from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Senders, Transport, VllmTransport
+from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
+from engine.rollout.sent_weights import Turn
 from engine.rollout.torch.host_weights import stage
-from engine.runtime.plan import DistributedSettings, VllmSettings, WeightsWire
+from engine.runtime.plan import DistributedSettings, WeightsWire
 from engine.storage.weights import WeightsStore
 from engine.training.shared_weights import Manifest, ReusedMemory
 
@@ -53,19 +54,24 @@ class Store(WeightsStoreActor):
     def __init__(self, transport: Transport) -> None:
         self._store = WeightsStore()
         self._transport = transport
-        self._senders = Senders()
 
 
 class Publisher:
     """The part of the trainer that publishes."""
 
-    def __init__(self, store: Any, transport: Transport, make: Any, *given: Any) -> None:
-        self._weights = RemoteWeights(store, transport)
+    def __init__(self, store: Any, transport: Transport, wire: WeightsWire | None, make: Any, *given: Any) -> None:
+        self._weights = RemoteWeights(store, transport, wire=wire)
         self._model = make(*given)
         self._memory = ReusedMemory(pins=False)
 
     async def give(self, version: int, *apart: bool) -> Any:
         return self._weights.handed_out(version, *apart)
+
+    async def manifest(self, version: int) -> Manifest:
+        return self._weights.manifest_to_send(version)
+
+    async def turn(self, reader: int, turn: Turn) -> Any:
+        return await self._weights.turn(reader, turn)
 
     async def publish(self, version: int) -> tuple[float, float]:
         """As a trainer does. Returns the seconds of its own copy, and after it."""
@@ -110,8 +116,8 @@ class VllmReplica:
         self._backend = await asyncio.to_thread(lambda: VllmBackend(path, rows=8, engine_args=arguments, **options))
         self._sources: dict[str, RemoteWeights] = {}
 
-    async def connect(self, name: str, store: Any, transport: Transport) -> None:
-        self._sources[name] = RemoteWeights(store, transport, 0)
+    async def connect(self, name: str, store: Any, transport: Transport, wire: WeightsWire | None) -> None:
+        self._sources[name] = RemoteWeights(store, transport, 0, wire)
 
     async def stage(self, name: str, version: int) -> float:
         started = time.perf_counter()
@@ -145,7 +151,7 @@ def measure(transports: dict[str, Transport], megabytes: int, rounds: int) -> No
     ends: dict[str, tuple[Any, Any, list[Any]]] = {}
     for name, transport in transports.items():
         store = ray.remote(Store).options(num_cpus=0).remote(transport)
-        publisher = ray.remote(Publisher).options(num_cpus=0).remote(store, transport, linear_model, megabytes)
+        publisher = ray.remote(Publisher).options(num_cpus=0).remote(store, transport, None, linear_model, megabytes)
         replicas = [ray.remote(Replica).options(num_cpus=0).remote(store, transport, megabytes) for _ in range(2)]
         ends[name] = (store, publisher, replicas)
     published: dict[str, list[float]] = {name: [] for name in transports}
@@ -192,16 +198,17 @@ class Measured:
         )
 
 
-def measure_vllm(transports: dict[str, Transport], bucket_mb: int, rounds: int) -> None:
+def measure_vllm(transports: dict[str, Transport], wires: dict[str, WeightsWire], bucket_mb: int, rounds: int) -> None:
+    """`wires`: of the transports whose trainer sends to the engine."""
     with tempfile.TemporaryDirectory() as path:
         parameters = make_model(Path(path), False)
         replica = ray.remote(VllmReplica).options(num_cpus=0).remote()
         ray.get(replica.open.remote(path, bucket_mb))
         ends: dict[str, tuple[Any, Any]] = {}
         for name, transport in transports.items():
-            store = ray.remote(Store).options(num_cpus=0).remote(transport)
-            publisher = ray.remote(Publisher).options(num_cpus=0).remote(store, transport, model_at, path)
-            ray.get(replica.connect.remote(name, store, transport))
+            store, wire = ray.remote(Store).options(num_cpus=0).remote(transport), wires.get(name)
+            publisher = ray.remote(Publisher).options(num_cpus=0).remote(store, transport, wire, model_at, path)
+            ray.get(replica.connect.remote(name, store, transport, wire))
             ends[name] = (store, publisher)
         results = {name: Measured() for name in transports}
         version = 0
@@ -241,9 +248,9 @@ if __name__ == "__main__":
             "distributed, gloo": DistributedTransport(DistributedSettings(**gloo)),
         }
         if chosen.vllm:
-            inward, wire = DistributedSettings(**gloo), WeightsWire(**gloo, limit_s=300.0)
-            transports["vllm, gloo"] = VllmTransport(VllmSettings(inward=inward, wire=wire))
-            measure_vllm(transports, chosen.bucket_mb, chosen.rounds)
+            transports["vllm, gloo"] = ObjectStoreTransport()
+            wires = {"vllm, gloo": WeightsWire(**gloo, limit_s=300.0)}
+            measure_vllm(transports, wires, chosen.bucket_mb, chosen.rounds)
         else:
             measure(transports, chosen.megabytes, chosen.rounds)
     finally:

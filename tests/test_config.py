@@ -782,7 +782,7 @@ def test_nccl_is_refused_where_gpus_are_too_few(transport: str) -> None:
         backend if transport == "vllm" else {}
     )
     config = parse_config({**MADE, "rollout": rollout})
-    needed = 6 if transport == "vllm" else 4
+    needed = 5 if transport == "vllm" else 4
     with pytest.raises(
         ConfigError, match=f"{needed} in all; there are {needed - 1}; .*use rollout.transport_backend: gloo"
     ):

@@ -193,7 +193,7 @@ def test_ranks_share_all_gpus_of_their_nodes_with_the_replicas_of_their_pool() -
             {"replica_gpus": 4.0}, [4.0],
             "2 of them share the 4 GPUs of the trainer's ranks (pools), and each needs 4 GPUs on one node: room for 1",
         ),
-        ({"store_gpus": 1.0}, [4.0, 4.0], "but replicas share those of the trainer's ranks; use gloo"),
+        ({"sends_by_gpu": True}, [4.0, 4.0], "but replicas share those of the trainer's ranks; use gloo"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_share_their_gpus_are_refused(
@@ -205,11 +205,19 @@ def test_ranks_that_cannot_share_their_gpus_are_refused(
 # -- the GPUs of one process may not be those of another ---------------------------------------------------------------
 
 
-def test_a_store_with_a_gpu_needs_all_others_apart() -> None:
-    assert parts(divide_gpus(needs(store_gpus=1.0), [4.0])) == (1.0, 1.0, 0.0)
-    assert "the weights store need separate GPUs, 4 in all; there are 3; use gloo" in refused(
-        needs(store_gpus=1.0), [3.0]
+@pytest.mark.parametrize(
+    ("store", "wanted"), [(1.0, "the trainer and the weights store"), (0.0, "replica and the trainer")]
+)
+def test_weights_that_go_from_gpu_to_gpu_need_all_processes_apart(store: float, wanted: str) -> None:
+    sending, least = needs(sends_by_gpu=True, store_gpus=store), 3 + store
+    assert parts(divide_gpus(sending, [least])) == (1.0, 1.0, 0.0)
+    assert f"{wanted} need separate GPUs, {least:g} in all; there are {least - 1:g}; use gloo" in refused(
+        sending, [least - 1]
     )
+
+
+def test_a_trainer_without_a_gpu_cannot_send_from_one() -> None:
+    assert "no GPU to send weights from" in refused(needs(sends_by_gpu=True, trains_on_gpus=False), [4.0])
 
 
 # -- shares ------------------------------------------------------------------------------------------------------------
@@ -282,7 +290,14 @@ def test_idle_gpus_are_named_with_the_settings_that_use_them() -> None:
             {"rollout": {"backend": "vllm", "engine_args": {"tensor_parallel_size": 2}}},
             {"replica_gpus": 2.0, "spread": False},
         ),
-        ({"rollout": {"transport": "distributed", "transport_backend": "nccl"}}, {"store_gpus": 1.0}),
+        (
+            {"rollout": {"transport": "distributed", "transport_backend": "nccl"}},
+            {"sends_by_gpu": True, "store_gpus": 1.0},
+        ),
+        (
+            {"rollout": {"backend": "vllm", "transport": "vllm", "transport_backend": "nccl"}},
+            {"sends_by_gpu": True, "store_gpus": 0.0},
+        ),
     ],
 )
 def test_the_needs_of_a_configuration(sections: dict[str, Any], expected: dict[str, Any]) -> None:

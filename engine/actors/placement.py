@@ -211,6 +211,7 @@ def _needs(plan: Plan) -> "GpuNeeds":
         ranks=plan.trainer_ranks,
         trainer_nodes=plan.trainer_nodes,
         trains_on_gpus=plan.trains_on_gpus,
+        sends_by_gpu=plan.transport is not None and plan.transport.backend == "nccl",
         store_gpus=transport_of(plan).store_gpus,
         shares=plan.pool_shares,
     )

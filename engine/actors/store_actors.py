@@ -3,6 +3,9 @@
 The trajectory store keeps packed groups, on disk or in memory. The weights store fetches weights from the trainer and
 keeps them as the run's transport requires: as the open file of the trainer's shared memory, as references into Ray's
 object store, or as tensors in its own memory. Both survive the trainer.
+
+With a `WeightsWire`, replicas get the newest version from the trainer's process instead. The store's copy is for those
+that the trainer cannot serve: it has died, has published another version meanwhile, or does not answer.
 """
 
 import asyncio
@@ -13,8 +16,9 @@ from typing import Any
 import ray
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus
-from engine.actors.failures import HeartbeatActor, awaited
-from engine.actors.transports import Senders, Transport
+from engine.actors.failures import HeartbeatActor, awaited, named
+from engine.actors.transports import Senders, SentByTrainer, Transport, publication_to_send
+from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Turn, WeightsCall
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
@@ -23,6 +27,7 @@ from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryServ
 from engine.states.process import TRAINER, WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.weights import Trained, WeightsStore
+from engine.training.shared_weights import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +75,7 @@ class WeightsStoreActor(HeartbeatActor):
         end_when_orphaned(plan, scheduler)
         self._store = WeightsStore()
         self._transport = transport
-        self._senders = Senders()
+        self._publisher: Any = None
 
     async def alive(self) -> None:
         """Never returns. If the actor dies, Ray fails this call."""
@@ -81,14 +86,17 @@ class WeightsStoreActor(HeartbeatActor):
         with awaited(TRAINER):
             weights = await self._transport.keep(lambda apart: publisher.give.remote(version, apart))
         self._store.put(version, weights)
+        self._publisher = publisher
 
-    async def get(self, version: Version | Trained, reader: ReplicaId | None, apart: bool) -> Any:
-        """See `Transport.give`: for a replica or, with None, for a trainer or a scorer."""
-        return await self._transport.give(self._store.get(version), reader, apart)
+    async def get(self, version: Version | Trained, apart: bool) -> Any:
+        """See `Transport.give`."""
+        return await self._transport.give(self._store.get(version), apart)
 
-    async def turn(self, reader: ReplicaId, wire: WeightsWire, turn: Turn) -> WeightsCall | None:
-        """One turn of a transfer to a replica's engine: see `SentByStore.exchange`."""
-        return await self._senders.turn(reader, wire, turn, self._store.get)
+    async def publisher(self) -> Any:
+        """The trainer's actor that has published last; it may be dead. Raises: `EngineError` if none has."""
+        if self._publisher is None:
+            raise EngineError("nothing has been published yet")
+        return self._publisher
 
     async def retire(self, version: Version) -> None:
         self._store.retire(version)
@@ -99,16 +107,26 @@ class WeightsStoreActor(HeartbeatActor):
 
 
 class RemoteWeights:
-    """The client of the weights store actor, for a replica (the `reader`), the trainer or a scorer. The trainer's actor
-    must have a method `give` that calls `handed_out`."""
+    """The client of the weights store actor, for a replica (the `reader`), the trainer or a scorer. With a `wire`, a
+    replica gets what the trainer's process can send as `SentWeights`.
 
-    def __init__(self, store: Any, transport: Transport, reader: ReplicaId | None = None) -> None:
+    The trainer's actor must have methods `give`, `manifest` and `turn`, which call `handed_out`, `manifest_to_send` and
+    `turn`."""
+
+    def __init__(
+        self, store: Any, transport: Transport, reader: ReplicaId | None = None, wire: WeightsWire | None = None
+    ) -> None:
         self._store = store
         self._transport = transport
         self._reader = reader
+        self._wire = wire
+        self._senders = None if wire is None else Senders(wire)
         self._outgoing: dict[Version | Trained, Any] = {}
 
     async def put(self, version: Version | Trained, weights: Any) -> None:
+        if self._senders is not None and not isinstance(version, Trained):
+            weights = await asyncio.to_thread(publication_to_send, weights)
+            await asyncio.to_thread(self._senders.hold, version, weights)
         self._outgoing[version] = await asyncio.to_thread(self._transport.pack, weights)
         try:
             with awaited(WEIGHTS_STORE):
@@ -120,6 +138,39 @@ class RemoteWeights:
         """The answer to the store when it fetches a version."""
         return self._transport.hand_out(self._outgoing[version], apart)
 
+    def manifest_to_send(self, version: Version) -> Manifest:
+        """See `Senders.manifest`."""
+        return self._sending.manifest(version)
+
+    async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
+        """See `Senders.turn`."""
+        return await self._sending.turn(reader, turn)
+
+    @property
+    def _sending(self) -> Senders:
+        assert self._senders is not None  # only replicas with a wire call it
+        return self._senders
+
     async def get(self, version: Version | Trained) -> Any:
+        sent = None if isinstance(version, Trained) else await self._offered(version)
+        return await self._stored(version) if sent is None else sent
+
+    async def _stored(self, version: Version | Trained) -> Any:
         with awaited(WEIGHTS_STORE):
-            return await self._transport.take(lambda apart: self._store.get.remote(version, self._reader, apart))
+            return await self._transport.take(lambda apart: self._store.get.remote(version, apart))
+
+    async def _offered(self, version: Version) -> SentByTrainer | None:
+        """For a replica: a version that the trainer's process can send; None if it cannot."""
+        if self._reader is None or self._wire is None:
+            return None
+        try:
+            async with asyncio.timeout(self._wire.timeout_s):
+                with named():
+                    trainer = await self._store.publisher.remote()
+                    manifest = await trainer.manifest.remote(version)
+        except (EngineError, TimeoutError) as error:
+            log.info("version %s comes from the weights store: %s", version, error or "the trainer does not answer")
+            return None
+        return SentByTrainer(
+            manifest=manifest, trainer=trainer, reader=self._reader, fetch=lambda: self._stored(version)
+        )

@@ -1,4 +1,5 @@
-"""Moves published weights from the trainer to the weights store, and from there to the replicas.
+"""Moves published weights from the trainer to the weights store, from there to the replicas, and from the trainer's
+process to the engines of replicas.
 
 The weights clients and the store actor in `store_actors.py` use it; a plan chooses one transport for its whole run.
 With every transport, weights that are not a mapping of tensors are sent in the actors' answers. It must not import
@@ -15,22 +16,22 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import ray
 
-from engine.actors.failures import awaited
+from engine.actors.failures import named
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Check, Join, Offer, Turn, WeightsAnswer, WeightsCall
-from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
-from engine.states.process import WEIGHTS_STORE
+from engine.runtime.plan import DistributedSettings, Plan, WeightsWire
 from engine.training.shared_weights import (
     Manifest,
     PublishedTensors,
+    copy_of,
     find,
     open_publication,
     publication_of,
@@ -39,15 +40,15 @@ from engine.training.shared_weights import (
 
 log = logging.getLogger(__name__)
 
-# -- from the weights store to an inference engine ---------------------------------------------------------------------
+# -- from the trainer's process to an inference engine -----------------------------------------------------------------
 
 
 GIVEN_UP = "the process group of this transfer was closed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptTensors:
-    """A published version in the store's process: each tensor once, on the device from which it is sent."""
+class HeldTensors:
+    """A published version in the trainer's process, each tensor once."""
 
     manifest: Manifest
     tensors: tuple[Any, ...]
@@ -70,49 +71,70 @@ class KeptTensors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentByStore:
-    """A version in the store, as the `SentWeights` of a replica's engine."""
+class SentByTrainer:
+    """A version in the trainer's process, as the `SentWeights` of a replica's engine."""
 
     manifest: Manifest
-    wire: WeightsWire
-    store: Any
+    trainer: Any
     reader: ReplicaId
+    fetch: Callable[[], Awaitable[Any]]
+    """Gets the store's copy."""
 
     async def exchange(self, turn: Turn) -> WeightsCall | None:
-        with awaited(WEIGHTS_STORE):
-            call: WeightsCall | None = await self.store.turn.remote(self.reader, self.wire, turn)
+        with named():
+            call: WeightsCall | None = await self.trainer.turn.remote(self.reader, turn)
         return call
+
+    async def stored(self) -> Any:
+        return await self.fetch()
 
 
 class Senders:
-    """At most one sender for each replica, for its newest incarnation."""
+    """The trainer's process as the sender of the newest published version. Each engine has a process group of its own,
+    so an engine that dies or hangs delays no other. At most one group for each replica, for its newest incarnation."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: WeightsWire) -> None:
+        self._wire = wire
+        self._newest: tuple[Version, HeldTensors] | None = None
         self._conversations: dict[ReplicaId, Exchange] = {}
 
-    async def turn(
-        self, reader: ReplicaId, wire: WeightsWire, turn: Turn, held: Callable[[Version], KeptTensors]
-    ) -> WeightsCall | None:
+    def hold(self, version: Version, weights: Mapping[str, Any]) -> None:
+        """Keep a version, in place of the one before. The tensors must not change. Call it on a thread."""
+        from engine.rollout.torch import transfer
+
+        manifest, tensors = transfer.described(weights)
+        self._newest = version, HeldTensors(manifest=manifest, tensors=tuple(tensors))
+
+    def manifest(self, version: Version) -> Manifest:
+        """Raises: `EngineError` if the version is not the newest that this process has published."""
+        return self._held(version).manifest
+
+    async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
         """See `SentWeights.exchange`."""
         if isinstance(turn, Join):
             before = self._conversations.pop(reader, None)
             if before is not None:
                 before.close()
-            self._conversations[reader] = Exchange(turn.group, wire)
+            self._conversations[reader] = Exchange(turn.group, self._wire)
             return await self._conversations[reader].join(turn.workers)
         if isinstance(turn, Check):
-            return await asyncio.to_thread(_check_call, held(turn.version), turn.wanted)
+            return await asyncio.to_thread(_check_call, self._held(turn.version), turn.wanted)
         conversation = self._conversations.get(reader)
         if conversation is None or conversation.group != turn.group:
             raise EngineError(f"replica {reader} is no longer in the process group of this transfer")
         if isinstance(turn, WeightsAnswer):
             return await conversation.answered(turn.wrong)
-        kept = held(turn.version).named()
-        return await conversation.send({name: kept[source] for name, source in turn.wanted})
+        held = self._held(turn.version).named()
+        return await conversation.send({name: held[source] for name, source in turn.wanted})
+
+    def _held(self, version: Version) -> HeldTensors:
+        if self._newest is None or self._newest[0] != version:
+            raise EngineError(f"the trainer's process no longer holds version {version}")
+        return self._newest[1]
 
 
-def _check_call(kept: KeptTensors, wanted: Sequence[tuple[str, str]]) -> WeightsCall:
-    checksums = kept.checksums()
+def _check_call(held: HeldTensors, wanted: Sequence[tuple[str, str]]) -> WeightsCall:
+    checksums = held.checksums()
     return WeightsCall(name="compare_with", argument={name: checksums[source] for name, source in wanted})
 
 
@@ -132,7 +154,10 @@ class Exchange:
         return await self._begin(lambda: self._make(workers))
 
     async def send(self, tensors: dict[str, Any]) -> WeightsCall | None:
-        return await self._begin(lambda: self._sender.send(tensors))
+        sender = self._sender
+        if sender is None:
+            raise EngineError(GIVEN_UP)
+        return await self._begin(lambda: sender.send(tensors))
 
     async def answered(self, wrong: str) -> WeightsCall | None:
         if self._asked is None:
@@ -151,8 +176,9 @@ class Exchange:
         self._asked = None
         for asked in waiting:
             asked.set_result(GIVEN_UP)
-        if self._sender is not None:
-            threading.Thread(target=self._sender.close, name=f"leave-{self.group}", daemon=True).start()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            threading.Thread(target=sender.close, name=f"leave-{self.group}", daemon=True).start()
 
     async def _begin(self, work: Callable[[], None]) -> WeightsCall | None:
         if self._work is not None and not self._work.done():
@@ -191,7 +217,8 @@ class Exchange:
         self._sender = Sender(self._ask, info)
 
     def _ask(self, call: WeightsCall) -> None:
-        """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed."""
+        """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed. Then the group is
+        closed: another thread may be sending to workers that do not receive, which has no limit over NCCL."""
         asked: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._calls.put_nowait, (call, asked))
         try:
@@ -199,6 +226,7 @@ class Exchange:
         except TimeoutError:
             wrong = f"the engine did not answer {call.name} within {self._wire.limit_s:g} s"
         if wrong:
+            self._loop.call_soon_threadsafe(self.close)
             raise EngineError(wrong)
 
     async def _next(self) -> WeightsCall | None:
@@ -368,12 +396,11 @@ class Transport(Protocol):
         """In the store: the weights in the form that is kept, from the trainer's answer. When it returns, the trainer
         is no longer needed."""
 
-    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
-        """In the store: the answer to a replica or, with None, to a restored trainer, which needs complete weights.
-        `apart`: the reader may be on another machine."""
+    async def give(self, kept: Any, apart: bool) -> Any:
+        """In the store: the answer to a reader. `apart`: the reader may be on another machine."""
 
     async def take(self, ask: Ask) -> Any:
-        """In a replica or a restored trainer: the weights, from the store's answer."""
+        """In a reader: the weights, from the store's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +433,7 @@ class ObjectStoreTransport:
             await reference
         return reference
 
-    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
+    async def give(self, kept: Any, apart: bool) -> Any:
         """References in a list, because Ray would resolve a bare one."""
         if not isinstance(kept, HeldMemory):
             return [kept]
@@ -458,7 +485,7 @@ class DistributedTransport:
     async def keep(self, ask: Ask) -> Any:
         return await self.take(ask)
 
-    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
+    async def give(self, kept: Any, apart: bool) -> Any:
         return self.hand_out(kept, apart)
 
     async def take(self, ask: Ask) -> Any:
@@ -471,62 +498,30 @@ class DistributedTransport:
         return await asyncio.to_thread(_receive, answered) if isinstance(answered, Offer) else answered
 
 
-@dataclass(frozen=True, slots=True)
-class VllmTransport:
-    """Sends weights to the store over `torch.distributed`, and from there by vLLM's own weight transfer during a
-    replica's install; the store acts as vLLM's trainer: `transports.py`. The answer to a replica holds only
-    metadata."""
-
-    settings: VllmSettings
-
-    @property
-    def inward(self) -> DistributedTransport:
-        """From the trainer to the store."""
-        return DistributedTransport(self.settings.inward)
-
-    @property
-    def store_gpus(self) -> float:
-        return self.inward.store_gpus
-
-    def pack(self, weights: Any) -> Any:
-        """See `Transport.pack`. Raises: `EngineError` if the weights are not a mapping of tensors."""
-        if not _tensors(weights):
-            raise EngineError(f"vLLM's weight transfer takes tensors by name, not {type(weights).__name__}")
-        return self.inward.pack(weights)
-
-    def hand_out(self, packed: Any, apart: bool) -> Any:
-        return self.inward.hand_out(packed, apart)
-
-    async def keep(self, ask: Ask) -> Any:
-        """Keep the tensors on the store's GPU, if it has one, so that an install does not wait for a copy."""
-        weights = await self.inward.keep(ask)
-        return await asyncio.to_thread(_hold_tensors, weights, self.settings.inward.backend)
-
-    async def give(self, kept: Any, reader: ReplicaId | None, apart: bool) -> Any:
-        if reader is None:
-            return self.inward.hand_out(kept.named(), apart)
-        store = ray.get_runtime_context().current_actor
-        return SentByStore(manifest=kept.manifest, wire=self.settings.wire, store=store, reader=reader)
-
-    async def take(self, ask: Ask) -> Any:
-        return await self.inward.take(ask)
-
-
 def transport_of(plan: Plan) -> Transport:
-    """The transport that a plan describes."""
-    if plan.transport is None:
+    """The transport to the store and from it."""
+    if plan.transport is None or isinstance(plan.transport, WeightsWire):
         return ObjectStoreTransport()
-    if isinstance(plan.transport, VllmSettings):
-        return VllmTransport(plan.transport)
     return DistributedTransport(plan.transport)
 
 
-def _hold_tensors(weights: Any, backend: str) -> KeptTensors:
-    from engine.rollout.torch import transfer
+def wire_of(plan: Plan) -> WeightsWire | None:
+    """How the trainer's process sends weights to replicas; None: replicas get them from the store only."""
+    return plan.transport if isinstance(plan.transport, WeightsWire) else None
 
-    manifest, tensors = transfer.described(weights)
-    device = transfer.BACKENDS[backend][1]
-    return KeptTensors(manifest=manifest, tensors=tuple(tensor.to(device) for tensor in tensors))
+
+def publication_to_send(weights: Any) -> PublishedTensors:
+    """Weights that a trainer publishes as tensors that do not change: a custom trainer's are copied. Call it on a
+    thread. Raises: `EngineError` if the weights are not a mapping of tensors."""
+    if isinstance(weights, PublishedTensors):
+        return weights
+    if not _tensors(weights):
+        raise EngineError(f"vLLM's weight transfer takes tensors by name, not {type(weights).__name__}")
+    memory, _ = copy_of(weights)
+    try:
+        return memory.complete()
+    finally:
+        memory.close()
 
 
 def _receive(offered: Offer) -> Any:

@@ -18,13 +18,14 @@ from engine.actors.failures import HeartbeatActor, awaited, failure_reason
 from engine.actors.placement import trainer_takes
 from engine.actors.rank_hosts import RankNodes
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
-from engine.actors.transports import transport_of
+from engine.actors.transports import transport_of, wire_of
 from engine.errors import EngineError
 from engine.events import Event
-from engine.ids import GroupId, Incarnation, StepId, Version
+from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.record.codec import pack_events
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
+from engine.rollout.sent_weights import Turn, WeightsCall
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.process_port import source_of
@@ -32,6 +33,7 @@ from engine.runtime.wire import GatheredCalls, InOrder, Message, unpack_orders
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.storage.weights import Trained
+from engine.training.shared_weights import Manifest
 
 # -- the client of the gateway actor, without its HTTP server ----------------------------------------------------------
 
@@ -164,7 +166,7 @@ class WorkerActor(HeartbeatActor):
         self._broken: asyncio.Future[str] | None = None
         self._trajectories = remote_trajectories(trajectories)
         reader = index if self.kind == REPLICA else None
-        self._weights = RemoteWeights(weights, transport_of(self._plan), reader)
+        self._weights = RemoteWeights(weights, transport_of(self._plan), reader, wire_of(self._plan))
 
     def _prepare_gpus(self, plan: PackedPlan) -> None:
         """Before torch is imported."""
@@ -298,6 +300,14 @@ class TrainerActor(WorkerActor):
     async def give(self, version: Version | Trained, apart: bool) -> Any:
         """Called by the weights store: the weights being published. See `Transport.hand_out`."""
         return self._weights.handed_out(version, apart)
+
+    async def manifest(self, version: Version) -> Manifest:
+        """Called by a replica: what this process can send it. See `Senders.manifest`."""
+        return self._weights.manifest_to_send(version)
+
+    async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
+        """Called by a replica: one turn of a transfer to its engine. See `SentByTrainer.exchange`."""
+        return await self._weights.turn(reader, turn)
 
 
 class ScorerActor(WorkerActor):

@@ -97,7 +97,8 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
         raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
     limits = config.limits
     each = max(1, int(r.gpus), workers_of(r.engine_args))
-    needed, who = gpus_of_their_own(r.replicas + len(limits.validators()), each, len(limits.scorers()))
+    replicas, store = r.replicas + len(limits.validators()), r.transport == "distributed"
+    needed, who = gpus_of_their_own(replicas, each, len(limits.scorers()), store=store)
     if gpus is not None and gpus < needed:
         law = f"{who}; there are {gpus}"
         raise ConfigError("rollout.transport_backend", "nccl", law, fix)

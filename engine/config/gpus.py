@@ -46,6 +46,8 @@ class GpuNeeds:
     """Nodes of the trainer, with equal parts of its GPUs."""
     trains_on_gpus: bool = True
     """Whether the trainer and the scorers use GPUs."""
+    sends_by_gpu: bool = False
+    """Whether weights go from GPU to GPU, so that processes must not share one."""
     store_gpus: float = 0.0
     shares: Sequence[float] = ()
     """Of `limits.pools`; empty: all processes get equal parts."""
@@ -102,7 +104,8 @@ def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
         ranks=1 if on_cpu else trainer.ranks,
         trainer_nodes=trainer.nodes,
         trains_on_gpus=not on_cpu,
-        store_gpus=float(rollout.transport != "object_store" and rollout.transport_backend == "nccl"),
+        sends_by_gpu=rollout.transport != "object_store" and rollout.transport_backend == "nccl",
+        store_gpus=float(rollout.transport == "distributed" and rollout.transport_backend == "nccl"),
         shares=tuple(pool.share or 0.0 for pool in config.pools),
     )
 
@@ -195,7 +198,7 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
     Raises: `ConfigError` for processes that can never be placed, or would have no GPU.
     """
     gpus, trainer = sum(nodes), needs.trainer_reserves
-    _require_store(needs, gpus)
+    _require_separate(needs, gpus)
     if not gpus and needs.replica_gpus <= 1:
         return GpuDivision(replica=needs.replica_gpus, trainer=needs.trainer_gpus)
     if gpus:
@@ -247,12 +250,16 @@ def shortfall(needs: GpuNeeds, replicas: int, nodes: Sequence[float]) -> str:
     )
 
 
-def _require_store(needs: GpuNeeds, gpus: float) -> None:
-    """Raises: `ConfigError` if processes that need separate GPUs would share them."""
-    wanted, who = gpus_of_their_own(needs.replicas, max(1, int(needs.replica_gpus)), len(needs.limits.scorers()))
-    if needs.store_gpus and gpus < wanted:
+def _require_separate(needs: GpuNeeds, gpus: float) -> None:
+    """Raises: `ConfigError` if processes that need separate GPUs would share them, or the trainer has none."""
+    each, scorers = max(1, int(needs.replica_gpus)), len(needs.limits.scorers())
+    wanted, who = gpus_of_their_own(needs.replicas, each, scorers, store=needs.store_gpus > 0)
+    if needs.sends_by_gpu and gpus < wanted:
         raise ConfigError("rollout.transport_backend", "nccl", f"{who}; there are {gpus:g}", "use gloo")
-    if needs.store_gpus and needs.guests:
+    if needs.sends_by_gpu and not needs.trains_on_gpus:
+        law = "the trainer has no GPU to send weights from (trainer.device: cpu)"
+        raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
+    if needs.sends_by_gpu and needs.guests:
         law = f"{who}, but replicas share those of the trainer's ranks"
         raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
 

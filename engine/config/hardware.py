@@ -54,13 +54,17 @@ def smallest_memory_gb(listed: str, visible: str | None) -> float:
     return min(seen, default=0.0)
 
 
-def gpus_of_their_own(replicas: int, each: int, scorers: int) -> tuple[int, str]:
+def gpus_of_their_own(replicas: int, each: int, scorers: int, *, store: bool) -> tuple[int, str]:
     """The number of GPUs that a run needs to send weights from GPU to GPU, and a text that says which processes need
-    them. Processes must not share a GPU. `each`: GPUs of one replica."""
-    needed = replicas * each + 1 + scorers + 1
-    whose = f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"
-    scoring = {0: "", 1: "the scorer, "}.get(scorers, f"{scorers} scorers, ")
-    return needed, f"{whose}, {scoring}the trainer and the weights store need separate GPUs, {needed} in all"
+    them. Processes must not share a GPU. `each`: GPUs of one replica. `store`: the weights store needs one."""
+    needed = replicas * each + 1 + scorers + store
+    whose = [f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"]
+    if scorers:
+        whose.append("the scorer" if scorers == 1 else f"{scorers} scorers")
+    whose.append("the trainer")
+    if store:
+        whose.append("the weights store")
+    return needed, f"{', '.join(whose[:-1])} and {whose[-1]} need separate GPUs, {needed} in all"
 
 
 def memory_bytes() -> int:

@@ -404,7 +404,7 @@ def versions_held(config: Config) -> int:
 
 def object_store_bytes(config: Config, directory: Path | None) -> int | None:
     """Bytes that the object store must have room for; None if the model's size is not known before it is loaded."""
-    if config.rollout.transport != "object_store" or config.model.make is not None:
+    if config.rollout.transport == "distributed" or config.model.make is not None:
         return LEAST_STORE_BYTES
     version = None if directory is None else version_bytes(config, directory)
     return None if version is None else max(LEAST_STORE_BYTES, versions_held(config) * version)

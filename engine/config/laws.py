@@ -177,6 +177,6 @@ def _refuse_best(config: Sections, limits: ValidationLimits | None) -> None:
 def _refuse_inspections_by_gpu(config: Sections, limits: Limits) -> None:
     """Raises: `ConfigError` for an added state that inspects weights, if only a process with a GPU can receive them."""
     states, rollout = limits.states_at(PUBLISHING), config.rollout
-    if states and rollout.transport != "object_store" and rollout.transport_backend == "nccl":
+    if states and rollout.transport == "distributed" and rollout.transport_backend == "nccl":
         law = f"the process of the added state {states[0]}, which inspects weights, has no GPU to receive them"
         raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo, or remove the state")

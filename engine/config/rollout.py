@@ -89,7 +89,9 @@ class RolloutSection(Section):
         "own weight transfer.",
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="Backend of distributed and vllm. nccl needs GPUs, one of them for the weights store."
+        "gloo",
+        description="Backend of distributed and vllm. nccl needs separate GPUs for the trainer and the replicas; with "
+        "distributed, also for scorers and the weights store.",
     )
     transport_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds without an answer from the other side after which a transfer fails."

@@ -32,7 +32,7 @@ from engine.plans.validation_sets import answers_of_sets, judge_of
 from engine.protocols import Trainer
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu
-from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
+from engine.runtime.plan import DistributedSettings, Plan, WeightsWire
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.states.limits import Limits
 from engine.storage.checkpoints import FIRST, check_first_checkpoint, verify_checkpoint
@@ -194,20 +194,17 @@ def _trainer_of(config: Config, inputs: Inputs, settings: TrainerSettings, limit
     )
 
 
-def transport_settings(rollout: RolloutSection) -> DistributedSettings | VllmSettings | None:
-    """The transport named by `rollout.transport`; None: Ray's object store."""
+def transport_settings(rollout: RolloutSection) -> DistributedSettings | None:
+    """The transport named by `rollout.transport`; None: shared memory and Ray's object store."""
     if rollout.transport == "object_store":
         return None
-    bucket_bytes = rollout.bucket_mb << 20
-    backend = rollout.transport_backend
-    inward = DistributedSettings(backend=backend, bucket_bytes=bucket_bytes, timeout_s=rollout.transport_timeout_s)
+    backend, bucket_bytes = rollout.transport_backend, rollout.bucket_mb << 20
     if rollout.transport == "distributed":
-        return inward
-    wire = WeightsWire(
+        return DistributedSettings(backend=backend, bucket_bytes=bucket_bytes, timeout_s=rollout.transport_timeout_s)
+    return WeightsWire(
         backend=backend,
         bucket_bytes=bucket_bytes,
-        # A worker whose sender is lost must fail early enough that the install can still be undone.
-        timeout_s=min(rollout.transport_timeout_s, rollout.install_timeout_s / 2),
-        limit_s=rollout.install_timeout_s,
+        # A worker whose sender is lost must fail so early that the store's copy can be installed in its place.
+        timeout_s=min(rollout.transport_timeout_s, rollout.install_timeout_s / 4),
+        limit_s=rollout.install_timeout_s / 2,
     )
-    return VllmSettings(inward=inward, wire=wire)

@@ -71,6 +71,9 @@ class SentWeights(Protocol):
         """Start a join or a send, ask for a check, or report the result of the last call. Returns the next call for the
         engine, or None when the operation is complete. Raises: `EngineError` if it failed; the group is then closed."""
 
+    async def stored(self) -> Any:
+        """The same weights from the weights store, if the holder cannot send them. Raises: `EngineError`."""
+
 
 # -- the offer to a receiver -------------------------------------------------------------------------------------------
 

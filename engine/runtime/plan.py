@@ -85,18 +85,10 @@ class DistributedSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsWire(DistributedSettings):
-    """How bytes travel from the weights store to the workers of a vLLM engine. NCCL has no limit of `timeout_s`."""
+    """The trainer's process sends weights to the workers of vLLM engines. NCCL has no limit of `timeout_s`."""
 
     limit_s: float
-    """Seconds that an engine may take for one call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """Weights are sent to the store over `torch.distributed`, and from there by vLLM's own weight transfer."""
-
-    inward: DistributedSettings
-    wire: WeightsWire
+    """Seconds that an engine may take for one call. Then the process group is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +132,9 @@ class Plan:
     """Seconds that the work on one group may take; in the state `rewarding`, each call of the reward."""
     reward_timeout_s: float = 0.0
     """Seconds that one call of the reward may take. `timeouts.group_s` cannot be set below it in a running run."""
-    transport: DistributedSettings | VllmSettings | None = None
-    """How published weights reach the replicas of a run on Ray; None: through Ray's object store."""
+    transport: DistributedSettings | None = None
+    """How published weights reach the replicas of a run on Ray: with a `WeightsWire` from the trainer's process, else
+    through the weights store. None: through shared memory and Ray's object store."""
     resume: bool = False
     """Resume the run in `run_dir`."""
     policies: Mapping[str, str] = field(default_factory=dict)

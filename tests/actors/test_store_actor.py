@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 from weight_holders import inodes
 
 from engine.actors import transports
 from engine.actors.detached_actors import PackedPlan
 from engine.actors.failures import HeartbeatActor
 from engine.actors.store_actors import RemoteWeights, TrajectoryStoreActor
-from engine.actors.transports import ObjectStoreTransport
+from engine.actors.transports import ObjectStoreTransport, Senders
+from engine.errors import EngineError
+from engine.runtime.plan import WeightsWire
 from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 from engine.training.shared_weights import PublishedTensors, copy_of
@@ -105,6 +108,47 @@ def test_a_process_that_waits_for_the_weights_store_says_so_until_it_is_answered
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
+@pytest.mark.parametrize("trainer", ["sends", "has died", "has a newer version", "is silent"])
+def test_a_replica_gets_the_stores_copy_if_the_trainer_cannot_send(
+    trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = WeightsWire(backend="gloo", bucket_bytes=1, timeout_s=0.05, limit_s=1.0)
+    senders = Senders(wire)
+    senders.hold(1 if trainer == "sends" else 2, {"weight": torch.zeros(3)})
+
+    async def describe(version: int) -> Any:
+        if trainer == "has died":
+            raise RayActorError
+        if trainer == "is silent":
+            await asyncio.Event().wait()
+        return senders.manifest(version)
+
+    async def story() -> None:
+        publisher = SimpleNamespace(manifest=SimpleNamespace(remote=describe))
+        calls = {"publisher": lambda: asyncio.sleep(0, publisher), "get": lambda *given: asyncio.sleep(0, [stored()])}
+        store = SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+        client = RemoteWeights(store, ObjectStoreTransport(), 0, wire)
+        got = await client.get(1)
+        assert (got == "stored") == (trainer != "sends")
+        if trainer == "sends":
+            assert got.manifest == senders.manifest(1) and await got.stored() == "stored"
+
+    async def stored() -> str:
+        return "stored"
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_what_a_custom_trainer_publishes_is_copied_before_it_is_sent() -> None:
+    own = {"wide": torch.ones(4, 4), "tied": torch.zeros(2)}
+    published = transports.publication_to_send(own)
+    own["wide"].zero_()
+    assert torch.equal(published["wide"], torch.ones(4, 4)) and transports.place_of(published) is not None
+    assert transports.publication_to_send(published) is published
+    with pytest.raises(EngineError, match="takes tensors by name, not int"):
+        transports.publication_to_send(3)
+
+
 # -- a published version through the store -----------------------------------------------------------------------------
 
 
@@ -143,7 +187,7 @@ class Ends:
     async def read(self) -> Any:
         async def give(apart: bool) -> Any:
             self.asked.append(("store", apart))
-            return await self.transport.give(self.kept, 0, apart)
+            return await self.transport.give(self.kept, apart)
 
         return await self.transport.take(give)
 

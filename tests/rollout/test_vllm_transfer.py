@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +20,9 @@ from backends import WIDE, build, go_on, hold, run, until_sampled
 from test_vllm_weights import LONG, assert_samples, greedy
 from vllm_arguments import require_vllm
 
-from engine.actors.transports import KeptTensors, Senders
+from engine.actors.transports import HeldTensors, Senders
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Check, Join, Send, Turn, WeightsAnswer, WeightsCall
-from engine.rollout.torch import transfer
 from engine.rollout.vllm import weight_checks, weight_receiver
 from engine.runtime.plan import WeightsWire
 from engine.training.shared_weights import Manifest
@@ -35,34 +35,39 @@ READER = 0
 
 @dataclass
 class Holder:
-    """The weights store as a replica sees it, in this process; may fail at a turn of its own choice."""
+    """The trainer and the weights store as a replica sees them, in this process. The trainer may fail at a turn of its
+    own choice."""
 
-    kept: KeptTensors
-    wire: WeightsWire = WIRE
-    senders: Senders = field(default_factory=Senders)
+    senders: Senders
+    manifest: Manifest
+    store: dict[str, Any] | None = None
+    """The store's copy; None: it fails, too."""
     calls: list[str] = field(default_factory=list)
     fails_after: str = ""
     """The call whose answer it does not take any more."""
     spoils: str = ""
     """The call whose argument it changes, so that the engine refuses it."""
 
-    @property
-    def manifest(self) -> Manifest:
-        return self.kept.manifest
-
     async def exchange(self, turn: Turn) -> WeightsCall | None:
         if isinstance(turn, WeightsAnswer) and self.calls[-1] == self.fails_after:
-            raise EngineError("the store is gone")
-        call = await self.senders.turn(READER, self.wire, turn, lambda version: self.kept)
+            raise EngineError("the trainer is gone")
+        call = await self.senders.turn(READER, turn)
         if call is None:
             return None
         self.calls.append(call.name)
         return replace(call, argument={"names": 3}) if call.name == self.spoils else call
 
+    async def stored(self) -> dict[str, Any]:
+        if self.store is None:
+            raise EngineError("the store is gone")
+        return self.store
 
-def holder(model: Any, senders: Senders, **options: Any) -> Holder:
-    manifest, tensors = transfer.described(model.state_dict())
-    return Holder(KeptTensors(manifest=manifest, tensors=tuple(tensors)), senders=senders, **options)
+
+def holder(version: int, model: Any, senders: Senders, *, stores: bool = True, **options: Any) -> Holder:
+    """`stores`: the store's copy is there."""
+    weights = model.state_dict()
+    senders.hold(version, weights)
+    return Holder(senders, senders.manifest(version), weights if stores else None, **options)
 
 
 @pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3-moe", marks=pytest.mark.long)])
@@ -71,7 +76,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         build(request.param, **WIDE), kv="recompute", weight_transfer="gloo", check_weights="never"
     )
     backend.family = request.param
-    backend.senders = Senders()
+    backend.senders = Senders(WIRE)
     yield backend
     run(backend.close())
 
@@ -85,7 +90,7 @@ UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
 
 async def install(engine: Any, version: int, mode: str = "abort", tokens: int = 0, **options: Any) -> Holder:
     """`tokens`: where each request stops after the installation; 0: nowhere."""
-    held = holder(model_of(engine, version), engine.senders, **options)
+    held = holder(version, model_of(engine, version), engine.senders, **options)
     await engine.stage(version, held)
     await engine.pause(mode)
     go_on(engine)
@@ -107,7 +112,7 @@ def test_an_engine_that_cannot_join_a_group_samples_on(engine: Any) -> None:
         kept = asyncio.create_task(engine.sample(greedy("kept")))
         await until_sampled(engine, engine.tokens_sampled() + 5)
         with pytest.raises(EngineError, match="the store is gone"):
-            await install(engine, new, fails_after="init_weight_transfer_engine")
+            await install(engine, new, fails_after="init_weight_transfer_engine", stores=False)
         go_on(engine)
         assert_samples(model_of(engine, old), await kept)
 
@@ -117,9 +122,10 @@ def test_an_engine_that_cannot_join_a_group_samples_on(engine: Any) -> None:
 @pytest.mark.parametrize("engine", ["qwen2"], indirect=True)
 @pytest.mark.parametrize("fails", ["at the holder", "in the engine", "too late"])
 def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, fails: str) -> None:
-    """The first of these with the weights that the engine was started with, which nobody holds but its files."""
+    """The first of these with the weights that the engine was started with, which nobody holds but its files. The
+    others are the store's copy, because the trainer has a newer version."""
     old, new = engine.version, engine.version + 1
-    options = {
+    options = {"stores": False} | {
         "at the holder": {"fails_after": "update_weights"},
         "in the engine": {"spoils": "update_weights"},
         "too late": {},
@@ -139,6 +145,35 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, fa
         held = await install(engine, new)  # a second try is a try like the first, in a group of its own
         assert held.calls[-3:] == UPDATE
         assert_samples(model_of(engine, new), await engine.sample(greedy("again")))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("engine", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("fails", ["to join", "at the holder", "in the engine", "has a newer version"])
+def test_a_version_that_the_trainer_cannot_send_comes_from_the_store(engine: Any, fails: str) -> None:
+    new = engine.version + 1
+    options = {
+        "to join": {"fails_after": "init_weight_transfer_engine"},
+        "at the holder": {"fails_after": "update_weights"},
+        "in the engine": {"spoils": "update_weights"},
+        "has a newer version": {},
+    }[fails]
+
+    async def scenario() -> None:
+        if fails == "to join":
+            engine._incoming._group = None
+        held = holder(new, model_of(engine, new), engine.senders, **options)
+        await engine.stage(new, held)
+        if fails == "has a newer version":
+            engine.senders.hold(new + 1, model_of(engine, new + 1).state_dict())
+        await engine.pause("abort")
+        await engine.install(new)
+        await engine.resume()
+        assert_samples(model_of(engine, new), await engine.sample(greedy("from the store")))
+        held = await install(engine, new + 1)
+        assert held.calls[-3:] == UPDATE, "the next one is sent again"
+        assert_samples(model_of(engine, new + 1), await engine.sample(greedy("sent")))
 
     run(scenario())
 
@@ -211,15 +246,15 @@ def test_weights_of_another_model_are_refused_before_the_pause(engine: Any) -> N
 
     async def scenario() -> None:
         senders = engine.senders
+        new = engine.version + 1
         with pytest.raises(EngineError, match=r"unknown \['model.layers.6"):
-            await engine.stage(engine.version + 1, holder(other, senders))
+            await engine.stage(new, holder(new, other, senders))
         with pytest.raises(EngineError, match="has shape"):
-            await engine.stage(engine.version + 1, holder(wide, senders))
+            await engine.stage(new, holder(new, wide, senders))
         if engine.family == "qwen2":
-            manifest, tensors = transfer.described(both)
-            untied = Holder(KeptTensors(manifest=manifest, tensors=tuple(tensors)), senders=senders)
+            senders.hold(new, both)
             with pytest.raises(EngineError, match="are one tensor in this model"):
-                await engine.stage(engine.version + 1, untied)
+                await engine.stage(new, Holder(senders, senders.manifest(new)))
 
     run(scenario())
 
@@ -243,15 +278,15 @@ def test_waiting_calls_fail_if_the_process_of_the_engine_is_killed(engine: Any) 
     run(scenario())
 
 
-def test_the_store_hashes_a_version_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_hashes_a_version_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Any] = []
     monkeypatch.setattr(weight_checks, "checksum", lambda tensor: hashed.append(tensor) or f"{tensor}")
-    kept = KeptTensors(manifest=Manifest(tensors=(), names=(("a", 0), ("b", 1), ("tied", 0))), tensors=("x", "y"))
-    senders = Senders()
+    manifest = Manifest(tensors=(), names=(("a", 0), ("b", 1), ("tied", 0)))
+    senders = Senders(WIRE)
+    senders._newest = 1, HeldTensors(manifest=manifest, tensors=("x", "y"))
 
     async def ask(reader: int) -> Any:
-        check = Check(version=1, wanted=(("a", "a"), ("of the model", "tied")))
-        return await senders.turn(reader, WIRE, check, lambda version: kept)
+        return await senders.turn(reader, Check(version=1, wanted=(("a", "a"), ("of the model", "tied"))))
 
     async def scenario() -> None:
         call = WeightsCall(name="compare_with", argument={"a": "x", "of the model": "x"})
@@ -261,11 +296,51 @@ def test_the_store_hashes_a_version_once_for_all_replicas(monkeypatch: pytest.Mo
     assert sorted(hashed) == ["x", "y"]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) -> None:
+    """Nor the trainer: it gives up in time."""
+    from engine.rollout.vllm.gloo_transfer import GlooGroup
+
+    weights = {"weight": torch.arange(100_000, dtype=torch.float32)}
+    wanted = (("weight", "weight"),)
+
+    async def begin(senders: Senders, reader: int) -> GlooGroup:
+        """Up to the moment in which the engine is to receive."""
+        group = f"of {reader}"
+        join = await senders.turn(reader, Join(group=group, workers=1))
+        assert join is not None
+        where = join.argument["master_address"], join.argument["master_port"]
+        own = await asyncio.to_thread(GlooGroup, *where, 1, join.argument["world_size"], WIRE.timeout_s)
+        assert await senders.turn(reader, WeightsAnswer(group=group, wrong="")) is None
+        start = await senders.turn(reader, Send(group=group, version=1, wanted=wanted))
+        update = await senders.turn(reader, WeightsAnswer(group=group, wrong=""))
+        assert [start and start.name, update and update.name] == UPDATE[:2]
+        return own
+
+    async def scenario() -> None:
+        senders = Senders(replace(WIRE, bucket_bytes=1 << 20, timeout_s=1.0))
+        senders.hold(1, weights)
+        lost, well = await begin(senders, 0), await begin(senders, 1)
+        if ends:
+            lost.destroy()
+        received = torch.empty(400_000, dtype=torch.uint8)
+        await asyncio.to_thread(well.broadcast, received)
+        assert torch.equal(received.view(torch.float32), weights["weight"])
+        finish = await senders.turn(1, WeightsAnswer(group="of 1", wrong=""))
+        assert finish is not None and finish.name == UPDATE[2]
+        assert await senders.turn(1, WeightsAnswer(group="of 1", wrong="")) is None
+        with pytest.raises(EngineError, match="could not be sent"):
+            await senders.turn(0, WeightsAnswer(group="of 0", wrong="lost"))
+
+    began = time.monotonic()
+    run(scenario())
+    assert time.monotonic() - began < WIRE.timeout_s
+
+
 def test_an_engine_that_has_left_its_group_is_refused() -> None:
     async def scenario() -> None:
-        senders = Senders()
         with pytest.raises(EngineError, match="is no longer in the process group"):
-            await senders.turn(READER, WIRE, Send(group="gone", version=1, wanted=()), lambda version: None)  # type: ignore[arg-type,return-value]
+            await Senders(WIRE).turn(READER, Send(group="gone", version=1, wanted=()))
 
     run(scenario())
 
@@ -274,26 +349,24 @@ def test_a_group_that_does_not_come_about_is_given_up_in_time() -> None:
     """The engine answers that it cannot join, and nobody comes."""
 
     async def scenario() -> None:
-        senders = Senders()
-        wire = replace(WIRE, timeout_s=1.0)
-        call = await senders.turn(READER, wire, Join(group="one", workers=1), lambda version: None)  # type: ignore[arg-type,return-value]
+        senders = Senders(replace(WIRE, timeout_s=1.0))
+        call = await senders.turn(READER, Join(group="one", workers=1))
         assert call is not None and call.name == "init_weight_transfer_engine"
         with pytest.raises(EngineError, match="could not be sent"):
-            await senders.turn(READER, wire, WeightsAnswer(group="one", wrong="no"), lambda version: None)  # type: ignore[arg-type,return-value]
+            await senders.turn(READER, WeightsAnswer(group="one", wrong="no"))
 
     run(scenario())
 
 
 def test_a_late_answer_is_refused_with_the_reason_why_the_work_failed() -> None:
     async def scenario() -> None:
-        senders = Senders()
-        wire = replace(WIRE, timeout_s=0.2, limit_s=0.2)
-        await senders.turn(READER, wire, Join(group="one", workers=1), lambda version: None)  # type: ignore[arg-type,return-value]
+        senders = Senders(replace(WIRE, timeout_s=0.2, limit_s=0.2))
+        await senders.turn(READER, Join(group="one", workers=1))
         work = senders._conversations[READER]._work
         assert work is not None
         await asyncio.wait([work])
         with pytest.raises(EngineError, match="could not be sent"):
-            await senders.turn(READER, wire, WeightsAnswer(group="one", wrong=""), lambda version: None)  # type: ignore[arg-type,return-value]
+            await senders.turn(READER, WeightsAnswer(group="one", wrong=""))
 
     run(scenario())
 
@@ -320,7 +393,7 @@ def test_what_nccl_is_given_is_what_vllm_takes() -> None:
     assert isinstance(calls, VLLMWeightSyncClient)
     assert WeightTransferTrainerFactory._registry[info.backend]() is NCCLTrainerWeightTransferEngine
     narrow, wide = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)
-    source = HeldVersion({"narrow": narrow, "wide": wide})
+    source = HeldVersion({"narrow": narrow, "wide": wide}, "cpu")
     sender = NCCLTrainerWeightTransferEngine(client=calls, source=source)
     assert sender.source is source
     assert [name for name, _ in sender._checked_iter(source, source.metadata())] == ["wide", "narrow"]
@@ -332,12 +405,12 @@ def test_what_nccl_is_given_is_what_vllm_takes() -> None:
     )
 
 
-def test_a_sender_whose_store_has_ended_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_whose_process_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    wire = replace(WIRE, timeout_s=1.0, limit_s=1.0)
+    senders = Senders(replace(WIRE, timeout_s=1.0, limit_s=1.0))
 
-    call = asyncio.run(Senders().turn(READER, wire, Join(group="left", workers=1), lambda version: None))  # type: ignore[arg-type,return-value]
+    call = asyncio.run(senders.turn(READER, Join(group="left", workers=1)))
     assert call is not None and call.name == "init_weight_transfer_engine"
     for thread in threading.enumerate():
         if thread.name == "send-left":

@@ -68,7 +68,10 @@ class GlooGroup:
         self._group: Any = gloo_group(self._store, rank, size, own_address(host, port), self._wait)
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        self._group.broadcast(flat, 0).wait(self._wait)  # the handle would keep the connection alive
+        group = self._group
+        if group is None:
+            raise RuntimeError("the process group was closed")
+        group.broadcast(flat, 0).wait(self._wait)  # the handle would keep the connection alive
 
     def destroy(self) -> None:
         self._group = None
@@ -143,8 +146,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
 
     def _broadcast(self, source: Any, meta: Any) -> None:
         group = self.model_update_group
-        if group is None:
-            raise RuntimeError("the process group was closed")
+        assert group is not None
         pairs = self._checked_iter(source, meta)
         described = [(one.name, one.dtype, one.shape) for one in meta]
         for bucket in buckets(described, _bytes, self.packed_buffer_size_bytes):

@@ -1,4 +1,4 @@
-"""Installs weights in one vLLM engine: staged ones, or ones sent by the weights store during the install.
+"""Installs weights in one vLLM engine: staged ones, or ones sent by the trainer's process during the install.
 
 `rollout.vllm.vllm_backend.VllmBackend` uses it. The backend pauses the engine before an install, and after a failed
 install installs the version before it again.
@@ -32,7 +32,7 @@ ADAPTER = 1
 """vLLM's number of the adapter. Each version replaces the one before under the same number, so that requests that are
 frozen during an install continue with the new one."""
 JOIN_S = 300.0
-"""Seconds that forming a group may take. Most of it is the first import of vLLM in the store's process."""
+"""Seconds that forming a group may take. Most of it is the first import of vLLM in the trainer's process."""
 
 
 class Incoming:
@@ -59,16 +59,25 @@ class Incoming:
         return None
 
     async def stage(self, version: Version, weights: Any) -> None:
-        """Raises: `EngineError` if the weights do not fit the model, or no group can be formed."""
+        """Weights that cannot be sent, because no group can be formed, are taken from the weights store. Raises:
+        `EngineError` if the weights do not fit the model."""
         if isinstance(weights, SentWeights):
             wanted = wanted_names(self._area.tensors, version, weights.manifest)
-            await self._join(weights)
-            self._sent[version] = weights, wanted
-        else:
-            await asyncio.to_thread(self._area.write, version, weights)
-            self._sent.pop(version, None)
-            if self._check_is_due:
-                self._published[version] = await asyncio.to_thread(self._checksums, version, weights)
+            try:
+                await self._join(weights)
+            except EngineError as error:
+                log.warning("version %s is taken from the weights store: %s", version, error)
+                weights = await weights.stored()
+            else:
+                self._sent[version] = weights, wanted
+                return
+        await self._write(version, weights)
+
+    async def _write(self, version: Version, weights: Any) -> None:
+        await asyncio.to_thread(self._area.write, version, weights)
+        self._sent.pop(version, None)
+        if self._check_is_due:
+            self._published[version] = await asyncio.to_thread(self._checksums, version, weights)
 
     def holds(self, version: Version) -> bool:
         return version in self._sent or self._area.directory(version) is not None
@@ -84,16 +93,25 @@ class Incoming:
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a version. Returns an empty text, or why it failed. A version that is not staged is the one that the
-        engine started with. If a worker cannot use the shared memory that the version lies in, the version is staged
-        as files and installed from them, and so are all later ones.
+        engine started with. A version that does not arrive in half the time is taken from the weights store. If a
+        worker cannot use the shared memory that the version lies in, the version is staged as files and installed from
+        them, and so are all later ones.
 
         `limit_s`: seconds after which a worker stops the install. Raises: `EngineError` if vLLM then does not answer.
         """
+        until = time.monotonic() + limit_s
         if version in self._sent:
             weights, wanted = self._sent[version]
-            return await self._receive(weights, version, wanted, limit_s)
-        until = time.monotonic() + limit_s
-        wrong = await self._load(version, limit_s)
+            not_sent = await self._receive(weights, version, wanted, limit_s / 2)
+            if not not_sent:
+                return ""
+            log.warning("version %s is taken from the weights store: %s", version, not_sent)
+            try:
+                async with asyncio.timeout(left_s(until)):
+                    await self._write(version, await weights.stored())
+            except (EngineError, TimeoutError) as error:
+                return f"{not_sent}; the weights store did not help: {error or 'no answer in time'}"
+        wrong = await self._load(version, left_s(until))
         if not any(UNUSABLE in one for one in wrong):
             return "; ".join(wrong)
         if self._area.maps:
@@ -244,8 +262,11 @@ class Incoming:
     async def _carry_out(self, call: WeightsCall, left_s: float) -> str:
         """Carry out one call. Returns an empty text, or why vLLM refused it."""
         arguments = [] if call.argument is None else [call.argument]
+        limit_s = max(0.0, left_s)
         try:
-            return "; ".join(await self._attempt(call.name, *arguments, limit_s=max(0.0, left_s)))
+            if call.name == "update_weights":
+                return "; ".join(await self._attempt("update_in_time", *arguments, limit_s, limit_s=limit_s))
+            return "; ".join(await self._attempt(call.name, *arguments, limit_s=limit_s))
         except EngineError as error:
             return str(error)
 

@@ -1,7 +1,7 @@
 """The trainer's side of vLLM's weight transfer, for one engine: forms a group with its workers and sends versions.
 
-`actors.transports` calls it in the weights store's process, on threads, where it may block. It is the only module of
-that process that imports vLLM. After a failure it is closed and replaced; it must never be used with another group.
+`actors.transports` calls it in the trainer's process, on threads, where it may block. It is the only module of that
+process that imports vLLM. After a failure it is closed and replaced; it must never be used with another group.
 """
 
 import socket
@@ -25,13 +25,19 @@ class HeldVersion(WeightSource):
     """The tensors of the version that is being sent, under the names in the engine's model."""
 
     tensors: Mapping[str, torch.Tensor]
+    device: str
+    """Where messages are made. A GPU reads the trainer's pinned memory at its link's full speed."""
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._in_order()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._in_order():
+            yield name, tensor.to(self.device, non_blocking=True)
+
+    def _in_order(self) -> list[tuple[str, torch.Tensor]]:
         """Wider types first, so that in packed messages each tensor is aligned to its type."""
-        return iter(sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+        return sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class Sender:
 
     def __init__(self, ask: Callable[[WeightsCall], None], info: Any) -> None:
         """Raises: vLLM's exception if the group cannot be formed."""
-        self._held = HeldVersion({})
+        self._held = HeldVersion({}, "cpu" if isinstance(info, GlooTrainerInitInfo) else "cuda")
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=EngineCalls(ask), source=self._held)
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -186,6 +186,19 @@ class WeightsExtension:
         if not self._loads_everything:
             raise RuntimeError("no install has shown yet that it replaces every parameter")
 
+    def update_in_time(self, update_info: dict[str, Any], limit_s: float) -> None:
+        """vLLM's `update_weights`. After `limit_s` the group is closed, because over NCCL a worker would wait without a
+        limit for a sender that is lost. Raises: `TimeoutError` then, else any exception of vLLM."""
+        engine = self.weight_transfer_engine
+        limit = threading.Timer(limit_s, engine.shutdown)
+        limit.start()
+        try:
+            self.update_weights(update_info)  # type: ignore[attr-defined]
+        finally:
+            limit.cancel()
+        if engine.model_update_group is None:
+            raise TimeoutError(f"the weights did not arrive within {limit_s:g} s")
+
     def abandon_weight_update(self) -> None:
         """After a failed update by vLLM's weight transfer: leave the group and drop the partly received weights."""
         if self.weight_transfer_engine is not None:
