@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from steady_world import SteadyWorld, steady_world
 
 from engine import cli
 from engine.cli import interrupts
 from engine.cli.interrupts import Interrupts
+from engine.cli.run import Mode, watch
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RayProcessEnded, RecordError
 from engine.metrics.journal import Journal
@@ -630,11 +632,25 @@ def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: 
     launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
     capsys.readouterr()
-    lock = RecordLock(Path("here/schedule"))
-    words = "RUN 'here' is running: another process writes its record; watch it with `engine top here`"
-    assert words in refused(capsys, "resume", "here")
-    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 2
-    assert words in capsys.readouterr().err
+    words = "RUN 'here' is running: another process resumes it or writes its record; watch it with `engine top here`"
+    for held in ("here", "here/schedule"):
+        lock = RecordLock(Path(held))
+        assert words in refused(capsys, "resume", "here")
+        assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 2
+        assert words in capsys.readouterr().err
+        assert cli.main(["status", "here"]) == 3
+        assert "running, but it does not answer: it is starting or ending" in capsys.readouterr().out
+        lock.release()
+
+
+def test_of_two_resumes_at_once_one_is_refused_as_of_a_running_run(capsys: Capture, launched: Launch) -> None:
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    lock = RecordLock(Path("here"))
+    with pytest.raises(ConfigError, match="RUN 'here' is running: another process resumes it"):
+        watch(
+            load_config("here/config.yaml"), run_directory.open_run("here"), Console(), Interrupts(), Mode(plain=True)
+        )
     lock.release()
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from engine.cli.interrupts import INTERRUPTED, Interrupts, Output, complain
 from engine.cli.run_state import start_again
-from engine.errors import EngineError, visible
+from engine.errors import ConfigError, EngineError, RecordHeld, visible
 from engine.extras import require_packages
-from engine.record.files import RecordLock, is_locked
+from engine.record.files import RecordLock
 from engine.storage.run_directory import leave_latest
 
 if TYPE_CHECKING:
@@ -134,18 +134,23 @@ def resumption_of(
     """
     from engine.cli.run_state import not_begun
     from engine.config.resumption import resumed
-    from engine.errors import ConfigError, RecordNotBegun
+    from engine.errors import RecordNotBegun
     from engine.record import read
 
-    shown = directory.shown
-    if is_locked(directory.schedule):  # before Ray starts
-        fix = f"watch it with `engine top {shown}`, or end it with `engine drain {shown}`"
-        raise ConfigError("RUN", shown, "is running: another process writes its record", fix)
+    if directory.is_running:  # before Ray starts
+        raise _running(directory)
     try:
         header = read(directory.schedule, missing_end=bool(force_from)).header
     except RecordNotBegun:
         raise not_begun(directory) from None
     return resumed(path, header.config, overrides)
+
+
+def _running(directory: "RunDirectory") -> ConfigError:
+    """The error about a run that another process is running."""
+    shown = directory.shown
+    fix = f"watch it with `engine top {shown}`, or end it with `engine drain {shown}`"
+    return ConfigError("RUN", shown, "is running: another process resumes it or writes its record", fix)
 
 
 def join(config: "Config") -> None:
@@ -227,7 +232,10 @@ def watch(
 ) -> tuple["Status | None", bool]:
     """Launch a run and show it until it ends. Returns its last status, and whether a user asked it to end. An error
     says where the files of the run are. Holds the lock of the directory: it shows readers that the run is starting."""
-    lock = RecordLock(directory.path)
+    try:
+        lock = RecordLock(directory.path)
+    except RecordHeld:  # two resumes at once
+        raise _running(directory) from None
     try:
         return _watch(config, directory, console, interrupts, mode)
     except BaseException as error:

@@ -13,7 +13,6 @@ from pathlib import Path
 from engine.cli.json_output import print_json
 from engine.commands import FinishRun
 from engine.errors import ConfigError, RecordError, RecordNotBegun, counted, visible
-from engine.record.files import is_locked
 from engine.storage.run_directory import RunDirectory, open_run
 
 FINISHED, FAILED, RUNNING, WAITING, ENDED, STARTING, NOT_STARTED = 0, 1, 3, 4, 5, 6, 7
@@ -94,7 +93,7 @@ def start_again(directory: RunDirectory) -> str:
 def _live(directory: RunDirectory) -> RunState | None:
     """The state of a run that a process is running; None if no process does."""
     answer = _answer(directory)
-    if answer is None and is_locked(directory.schedule):
+    if answer is None and directory.is_running:
         why = "it is starting or ending, or runs on another machine; try again, or run this command on that machine"
         return RunState(RUNNING, f"running, but it does not answer: {why}")
     return answer

@@ -54,6 +54,11 @@ class RunDirectory:
         return is_locked(self.path)
 
     @property
+    def is_running(self) -> bool:
+        """Whether a process writes its record, or has begun to resume it. False if the file system has no locks."""
+        return bool(is_locked(self.schedule) or (self.has_record and self.is_prepared))
+
+    @property
     def shown(self) -> str:
         """The path for messages: relative if the run is below the working directory."""
         try:
