@@ -100,8 +100,7 @@ def advise(history: History) -> Counsel:
     if any(one.setting == WORKERS for one in free):  # the bound has room for more: K comes first
         free.sort(key=lambda one: one.setting == STALENESS)
     chosen = tuple([*free, *_by_gain(paid)][:MOST_LINES])
-    none = "" if chosen else f"no setting would make the run much faster: {case.bound()}"
-    return Counsel(advice=chosen, none=none, limited=_limited(case, policies["concurrency"]))
+    return Counsel(advice=chosen, none="" if chosen else case.bound(), limited=_limited(case, policies["concurrency"]))
 
 
 def _by_gain(found: list[Advice]) -> list[Advice]:
@@ -191,9 +190,15 @@ class _Case:
         return percent(self.trainer.get(task, 0.0))
 
     def bound(self) -> str:
-        """What bounds the run as it is."""
+        """Why no setting is advised: what bounds the run as it is."""
         trains = self.trainer.get("training", 0.0) + self.trainer.get("scoring", 0.0)
-        return f"the trainer was busy {percent(trains)} of the time, and slots {percent(self.busy)}"
+        rewarded = self.idle.get("reward", 0.0)
+        if rewarded > max(trains, self.busy):
+            cause = "because groups waited for rewards or added states, which no estimate covers"
+            fix = "make these faster, or raise their concurrency (reward.concurrency)"
+            return f"no advice: slots were idle {percent(rewarded)} of the time {cause}; {fix}"
+        busy = f"the trainer was busy {percent(trains)} of the time, and slots {percent(self.busy)}"
+        return f"no setting would make the run much faster: {busy}"
 
     def with_limits(self, **fields: Any) -> ScheduleSettings:
         return replace(self.settings, limits=replace(self.limits, **fields))

@@ -124,6 +124,11 @@ def test_a_balanced_run_has_nothing_to_gain() -> None:
     assert not counsel.advice and counsel.lines[0].startswith(
         "no setting would make the run much faster: the trainer was busy 9"
     )
+    waiting = [span._replace(idle_s=(("reward", 1e9),)) for span in history.idle]
+    assert advise(replace(history, idle=tuple(waiting))).lines == (
+        "no advice: slots were idle 100 % of the time because groups waited for rewards or added states, which no "
+        "estimate covers; make these faster, or raise their concurrency (reward.concurrency)",
+    )
 
 
 def test_advice_names_k_where_it_must_follow_s() -> None:
