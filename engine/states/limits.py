@@ -401,11 +401,12 @@ class Limits:
         self._check_ahead()
         most = self.ahead + self.surplus
         if not b <= k_max <= most:
-            law = f"must be from {b} to {most} (B <= K <= B * (S + 1) with B = {b}, S = {s})"
+            allowed = f"from {b} to {most}" if b < most else str(b)
+            law = f"must be {allowed} (B <= K <= B * (S + 1) with B = {b}, S = {s})"
             if most != b * (s + 1):
                 places = f"(1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus}"
-                law = f"must be from {b} to {most} (B <= K <= {places} with B = {b})"
-            hint = f"use a value from {b} to {most}"
+                law = f"must be {allowed} (B <= K <= {places} with B = {b})"
+            hint = f"use a value {allowed}" if b < most else f"use {b}"
             raise ConfigError("scheduler.max_concurrent_groups", k_max, law, hint)
         if self.sync_mode not in SYNC_MODES:
             raise ConfigError(
@@ -495,7 +496,8 @@ class Limits:
                 f"sync_every - 1 <= async_ratio <= S with sync_every = {k}, S = {s}: with less no version can come in "
                 "time, and more would be staler than allowed"
             )
-            raise ConfigError("scheduler.async_ratio", ratio, law, f"use a value from {k - 1} to {s}")
+            fix = f"use a value from {k - 1} to {s}" if k - 1 < s else f"use {s}"
+            raise ConfigError("scheduler.async_ratio", ratio, law, fix)
         names = [state.name for state in self.added_states]
         if len(set(names)) < len(names):
             raise ConfigError("scheduler.states", names, "names a state twice", "name each once")

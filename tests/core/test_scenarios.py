@@ -72,6 +72,7 @@ def test_capacity_ends_at_four_and_a_filtered_group_gives_its_place_back() -> No
     ("figures", "says"),
     [
         ({"max_concurrent_groups": 1}, "use a value from 2 to 4"),
+        ({"max_staleness_steps": 0, "max_concurrent_groups": 4}, r"is 4, but must be 2 \(B <= K .*; use 2$"),
         ({"max_concurrent_groups": 5}, r"B <= K <= B \* \(S \+ 1\)"),
         ({"sync_every": 3}, "S >= sync_every - 1"),
         ({"max_staleness_steps": -1}, "must be a whole number from 0 to 10000"),
