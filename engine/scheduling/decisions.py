@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from engine.errors import EngineError, PolicyError, describe_error
+from engine.errors import EngineError, PolicyError, describe_error, place_of
 from engine.events import GroupGenerated
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
 from engine.states.group import Group
@@ -24,6 +24,7 @@ IDS = ("batching", "sync")
 """Of these, those whose answer has ids."""
 SHOWN = 200
 """Maximum length of an answer in an error, in characters."""
+MEMORY_LAW = "it may hold only None, bool, int, float, str, list and dict with text keys"
 Unlawful = Callable[[Any], str]
 """Returns the law that an answer breaks; empty if it breaks none."""
 _pack = msgpack.Packer(use_bin_type=True, strict_types=True).pack
@@ -62,13 +63,16 @@ class Decisions:
 
     def remember(self, decision: str, policy: Any) -> None:
         """Give a policy that declares a memory a new one: a copy of its initial memory, because instances may share
-        that, or an empty one."""
+        that, or an empty one. Raises: `PolicyError` for an initial memory that cannot be stored."""
         if not has_memory(policy):
             return
         given = getattr(policy, "memory", None)
         policy.memory = deepcopy(given) if isinstance(given, dict) else {}
         self._remembering[decision] = policy
-        self._keep(decision)
+        try:
+            self._keep(decision)
+        except _MemoryRefused as error:
+            raise self._policy_error(decision, error) from error
 
     def ask(
         self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None = None
@@ -155,8 +159,12 @@ class Decisions:
         if isinstance(error, _Refused):
             shown = _shown(error.answer)
             did, answer = f"decided {shown}: {error.law}", shown
+        elif isinstance(error, _MemoryRefused):
+            did, answer = f"left a memory that cannot be stored ({error}): {MEMORY_LAW}", ""
         else:
-            did, answer = f"raised {describe_error(error)}", ""
+            # With `builtin`, the text becomes part of the state, which must not depend on the lines of the user's file.
+            place = place_of(error) if self.policies.on_error == "stop" else ""
+            did, answer = f"raised {describe_error(error)}{place}", ""
         seen = self.describe_view()
         did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(
@@ -166,12 +174,17 @@ class Decisions:
     # memories
 
     def _keep(self, decision: str) -> None:
-        """Store a policy's memory after an answer. Raises: TypeError, ValueError if msgpack cannot hold it."""
-        packed = _pack(self._remembering[decision].memory)
-        if packed != self.state.policies.memory.get(decision):
-            if type(_unpack(packed)) is not dict:
-                raise TypeError("its memory must be a dict")
-            self.state.policies.memory[decision] = packed
+        """Store a policy's memory after an answer. Raises: `_MemoryRefused` if msgpack cannot hold it."""
+        memory = self._remembering[decision].memory
+        if type(memory) is not dict:
+            raise _MemoryRefused(f"a {type(memory).__name__}")
+        try:
+            packed = _pack(memory)
+            if packed != self.state.policies.memory.get(decision):
+                _unpack(packed)
+                self.state.policies.memory[decision] = packed
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _MemoryRefused(str(error)) from error
 
     def recall(self) -> None:
         """Restore every policy's memory as it was after its last lawful answer."""
@@ -191,6 +204,10 @@ class _Refused(Exception):
         super().__init__(law)
         self.answer = answer
         self.law = law
+
+
+class _MemoryRefused(Exception):
+    """A policy left a memory that msgpack cannot hold."""
 
 
 def has_memory(policy: Any) -> bool:

@@ -52,8 +52,8 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS, see
             chosen = PolicySet.from_names(policies).custom
             custom = ", ".join([*chosen, *(state.name for state in limits.added_states)])
             field = "scheduler.policies" if chosen or not limits.added_states else "scheduler.states"
-            law = f"breaks a law in a simulated run with {small.train_batch_size} groups per step: {problem}"
-            raise ConfigError(field, custom or "built-in", law)
+            law = f"fails in a simulated run with {small.train_batch_size} groups per step: {problem}"
+            raise ConfigError(field, custom or "built-in", law, "correct it: docs/EXTENDING.md says what it may answer")
     return worlds
 
 

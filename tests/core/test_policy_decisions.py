@@ -280,12 +280,14 @@ def test_a_policy_that_leaves_the_process_is_one_in_error(registered: None, erro
             raise error
 
     policies.register("admission", "leaving")(Leaving)
-    said = rf"the admission policy 'leaving' raised {type(error).__name__}.*; it saw step 0, version 0"
+    place = r" \(test_policy_decisions\.py:\d+, in admit\)"
+    said = rf"the admission policy 'leaving' raised {type(error).__name__}.*{place}; it saw step 0, version 0"
     with pytest.raises(PolicyError, match=said) as raised:
         small(policies={"admission": "leaving"})
     assert str(raised.value).encode(), "it can be recorded"
     run = small(policies={"admission": "leaving", "on_error": "builtin"})
     assert run.running() == [0, 1, 2, 3] and run.view.policy_errors == 2
+    assert ".py:" not in run.view.last_policy_error, "the state must not change with the lines of the user's file"
 
 
 def test_an_answer_that_cannot_be_shown_is_still_refused(registered: None) -> None:
@@ -394,8 +396,15 @@ def test_memory_holds_plain_values_alone(registered: None, kept: Any) -> None:
             return legal
 
     policies.register("admission", "hoarding")(Hoarding)
-    with pytest.raises(PolicyError, match="the admission policy 'hoarding' raised"):
+    said = (
+        r"'hoarding' left a memory that cannot be stored \(.+\): it may hold only None, bool, int, float, str, list and"
+    )
+    with pytest.raises(PolicyError, match=said):
         small(policies={"admission": "hoarding"})
+    if isinstance(kept, dict):
+        Hoarding.memory = kept  # what it begins with
+        with pytest.raises(PolicyError, match=said):
+            small(policies={"admission": "hoarding"})
 
 
 class Remembering:
