@@ -25,6 +25,8 @@ from engine.training.shared_weights import (
     turn,
 )
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one process from which the holders are forked
+
 
 def published(publication: str = "") -> PublishedTensors:
     memory = Memory(manifest(), publication)
