@@ -1,4 +1,4 @@
-"""Processes that hang: their run recovers within its limits, and the stacks of endless loops are in `logs/`."""
+"""Processes that hang: their run recovers within its limits, and their stacks are in `logs/`."""
 
 import threading
 from collections import Counter
@@ -76,7 +76,7 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
     wait_for_no_actors()
 
 
-class LoopsOnce(CountingTrainer):
+class HangsOnce(CountingTrainer):
     """In its third step, on the thread that computes: its event loop stays free. Before that, it cannot hand over its
     weights once."""
 
@@ -93,14 +93,13 @@ class LoopsOnce(CountingTrainer):
 
     def train(self, batch: Batch) -> dict[str, float]:
         if batch.step == 3 and not self.own_marker.exists():
-            self.own_marker.write_text("looped")
-            loop()
+            self.own_marker.write_text("hung")
+            hang()
         return super().train(batch)
 
 
-def loop(actor: object = None) -> None:
-    while True:
-        pass
+def hang(actor: object = None) -> None:
+    threading.Event().wait()
 
 
 def until_lost(run_dir: Path, run: RunHandle, kind: str) -> None:
@@ -111,8 +110,8 @@ def until_lost(run_dir: Path, run: RunHandle, kind: str) -> None:
     pytest.fail(f"the {kind} was never stopped")
 
 
-def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: Path) -> None:
-    """Without heartbeats: only limits find a process that hangs. A replica and a scorer loop on their event loops, the
+def test_a_run_stops_what_hangs_and_not_what_waits_for_it(tmp_path: Path) -> None:
+    """Without heartbeats: only limits find a process that hangs. A replica and a scorer hang on their event loops, the
     trainer on the thread that computes. The scorer asks for weights that it was not given."""
     steps = 5_000  # far more than are trained before the last of them hangs
     limits = Limits(
@@ -123,26 +122,26 @@ def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: 
     )  # fmt: skip
     own = plan(
         tmp_path, slow, limits=limits, heartbeat_s=0.0, make_scorer=lambda tasks: Zeros(),
-        make_trainer=partial(LoopsOnce, tmp_path / "trainer-looped"), restore_trainer=restore_counter,
+        make_trainer=partial(HangsOnce, tmp_path / "trainer-hung"), restore_trainer=restore_counter,
         make_prompts=lambda: listed([f"question {n}" for n in range(steps * 4)]),
     )  # fmt: skip
-    looping = {"trainer": "trainer", "replica": "rollout-0", "scorer": "scorer-0"}
+    hanging = {"trainer": "trainer", "replica": "rollout-0", "scorer": "scorer-0"}
     with start(own) as run:
         until_lost(tmp_path, run, "trainer")
         for kind in ("replica", "scorer"):
             living = {source: actor for (source, _), actor in find_actors(run._launched.launch).items()}
-            living[looping[kind]].__ray_call__.remote(loop)
+            living[hanging[kind]].__ray_call__.remote(hang)
             until_lost(tmp_path, run, kind)
         reached = next(run.updates()).step
         until_step(run, reached + 2)
         run.stop("every hang was found")
         assert run.wait().outcome == "stopped"
-    assert [lost.kind for lost in events_of(tmp_path, ProcessLost)] == [*looping]
+    assert [lost.kind for lost in events_of(tmp_path, ProcessLost)] == [*hanging]
     for lost in events_of(tmp_path, ProcessLost):
-        file = stacks_file(tmp_path, looping[lost.kind])
+        file = stacks_file(tmp_path, hanging[lost.kind])
         assert "exceeded its time limit of 4 s" in lost.reason and str(file) in lost.reason
         assert ("it does not answer" in lost.reason) == (lost.kind != "trainer"), lost.reason
-        assert "in loop" in file.read_text()
+        assert "in hang" in file.read_text()
     assert events_of(tmp_path, StepFailed, PublishFailed) == []
     check_record(tmp_path)
     wait_for_no_actors()
