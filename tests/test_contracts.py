@@ -316,7 +316,9 @@ def test_the_law_that_a_policy_or_a_state_breaks_is_named(own: None) -> None:
 
     contract = PolicyContract()
     contract.decision, contract.name = "admission", "greedy"
-    with pytest.raises(AssertionError, match=r"fails in a simulated run .*; correct it: docs/EXTENDING.md says what it may answer"):
+    with pytest.raises(
+        AssertionError, match=r"fails in a simulated run .*; correct it: docs/EXTENDING.md says what it may answer"
+    ):
         contract.test_simulated_runs_keep_every_law()
 
     class Hesitant:
@@ -328,7 +330,9 @@ def test_the_law_that_a_policy_or_a_state_breaks_is_named(own: None) -> None:
     )
     state = StateContract()
     state.state = "hesitating"
-    with pytest.raises(AssertionError, match=r"fails in a simulated run .*; correct it: docs/EXTENDING.md says what it may answer"):
+    with pytest.raises(
+        AssertionError, match=r"fails in a simulated run .*; correct it: docs/EXTENDING.md says what it may answer"
+    ):
         state.test_simulated_runs_keep_every_law()
 
 
