@@ -68,7 +68,7 @@ class RareFacts(NamedTuple):
     """The replica its last attempt failed on; another one is preferred for the next."""
     resumed_tokens: int = 0
     """Tokens it had when it was last resumed; 0 if the paces of replicas were not compared then."""
-    resume_key: tuple[float, ...] = ()
+    resume_key: tuple[int | float, ...] = ()
     """While it is parked: the key by which the resume policy orders it; empty: its deadline alone."""
     prepared: bool = False
     """An added state before generation has stored its prompt."""
@@ -127,6 +127,13 @@ class Group:
         """Note rare facts, by the names of their fields."""
         noted = self.rare._replace(**facts)
         self.rare = NO_RARE_FACTS if noted == NO_RARE_FACTS else noted
+
+    def share(self) -> None:
+        """Replace parts by the equal ones that groups share."""
+        self.admission = admit(*self.admission)
+        self.stored = NOTHING_STORED if self.stored == NOTHING_STORED else self.stored
+        self.outcome = NO_OUTCOME if self.outcome == NO_OUTCOME else self.outcome
+        self.note()
 
     @property
     def exceeded(self) -> int:

@@ -71,6 +71,7 @@ class Groups:
         are skipped."""
         self.deadlines = Deadlines(surplus)
         for group in self.live.values():
+            group.share()
             phase = self._phases[group.state]
             self.deadlines.count(group.deadline, phase)
             if group.state == QUEUED:

@@ -183,7 +183,7 @@ class Measurements:
         right_rows, parts = _parts(held_out, groups)
         return RowsMeasured(
             **_place(order), version=order.version, measured=len(measured), right=len(right_rows), reward=float(total),
-            rows=tuple(measured), rewards=tuple(measured.values()),
+            rows=tuple(measured), rewards=tuple(map(float, measured.values())),
             answers=tuple(answer_number(answers.get(row)) for row in measured),
             right_rows=right_rows, part_rows=tuple(row for row, _, _ in parts),
             part_places=tuple(place for _, place, _ in parts), part_values=tuple(value for _, _, value in parts),

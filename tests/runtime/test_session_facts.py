@@ -247,3 +247,16 @@ def test_a_late_fact_of_an_earlier_life_has_no_effect() -> None:
     assert loop.tell(staged) == ()
     loop.finish()
     require_sound(loop.session)
+
+
+class Double(float):
+    """As numpy's float64 is one."""
+
+
+def test_a_number_of_a_subclass_becomes_a_plain_one() -> None:
+    """A snapshot of the state has only plain numbers."""
+    loop = made()
+    fact = group(loop)
+    loop.tell(replace(fact, reward_mean=Double(0.5)))
+    live = loop.session._scheduler.state.groups.live
+    assert type(live[fact.group].outcome.reward_mean) is float

@@ -54,7 +54,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import NO_VERSION
-from engine.record.codec import CodecError, pack_events
+from engine.record.codec import CodecError, pack_events, unpack_events
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.orders import NUMBERED, RELATIONS, Order, Relation
@@ -124,19 +124,21 @@ ABORTING = ("abort", "sleep")
 CAUSES = ("infrastructure", "data")
 
 
-def check_fact(fact: Any, scheduler: Scheduler, now: float) -> None:
-    """Raises: `IllegalFact`, or the `ConfigError` of a setting or number of replicas that is not allowed."""
+def checked_fact(fact: Any, scheduler: Scheduler, now: float) -> Event:
+    """The fact as a record has it: numbers of a subclass, such as numpy's floats, become plain ones. Raises:
+    `IllegalFact`, or the `ConfigError` of a setting or number of replicas that is not allowed."""
     if not isinstance(fact, Event) or type(fact) not in EVENTS:
         raise IllegalFact(f"{fact!r:.200} is not a fact; report an object of a class in engine.events")
     if isinstance(fact, OWN):
         raise IllegalFact(f"{_name(type(fact))} is reported by the session itself, in begin(); leave it out")
     try:
-        pack_events([fact])
+        (recorded,) = unpack_events(pack_events([fact]))
     except CodecError as error:
         raise IllegalFact(f"{fact}: {error}") from None
-    problem = next(_problems(fact, scheduler, now), None)
+    problem = next(_problems(recorded, scheduler, now), None)
     if problem is not None:
         raise IllegalFact(f"{fact}: {problem}")
+    return recorded
 
 
 def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:

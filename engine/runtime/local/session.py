@@ -32,7 +32,7 @@ from engine.record.files import RecordLock, make_run_directory
 from engine.record.segment_log import has_segments
 from engine.runtime.driver import MOST_EVENTS, Driver
 from engine.runtime.local.arguments import check_arguments
-from engine.runtime.local.facts import IllegalFact, check_fact, due_at
+from engine.runtime.local.facts import IllegalFact, checked_fact, due_at
 from engine.scheduling.scheduler import ALONE, Scheduler
 from engine.scheduling.settings import MAX_STEPS, how_to_train_more
 from engine.states.limits import Limits
@@ -269,9 +269,7 @@ class Session:
         if len(facts) < 2 or any(type(fact) in ALONE for fact in facts):
             return None
         try:
-            for fact in facts:
-                check_fact(fact, self._scheduler, self._clock.now())
-            return self._deliver(*facts)
+            return self._deliver(*(checked_fact(fact, self._scheduler, self._clock.now()) for fact in facts))
         except (ConfigError, IllegalFact, PolicyError):
             return None
 
@@ -280,8 +278,7 @@ class Session:
         orders: Orders = ()
         for fact in facts:
             try:
-                check_fact(fact, self._scheduler, self._clock.now())
-                orders += self._deliver(fact)
+                orders += self._deliver(checked_fact(fact, self._scheduler, self._clock.now()))
             except (ConfigError, IllegalFact) as error:
                 story = str(error) if isinstance(error, IllegalFact) else f"{fact}: {error}"
                 raise IllegalFact(story, orders=orders) from error.__cause__
