@@ -169,7 +169,8 @@ class RemoteWeights:
                     trainer = await self._store.publisher.remote()
                     manifest = await trainer.manifest.remote(version)
         except (EngineError, TimeoutError) as error:
-            log.info("version %s comes from the weights store: %s", version, error or "the trainer does not answer")
+            said = str(error) or f"the trainer does not answer within {self._wire.timeout_s:g} s"
+            log.warning("version %s is taken from the weights store: %s", version, said)
             return None
         return SentByTrainer(
             manifest=manifest, trainer=trainer, reader=self._reader, fetch=lambda: self._stored(version)

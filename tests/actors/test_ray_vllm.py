@@ -102,6 +102,8 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     assert all(isinstance(order, ResumeGroup) == (group in stored) for group, order in again.items())
     installed = {event.version for event in events_of(run_dir, WeightsInstalled)}
     assert installed >= set(range(1, STEPS)), "no step without the version before it"
+    logs = [path.read_text() for path in (run_dir / "logs").glob("rollout-?.log")]
+    assert not any("taken from the weights store" in text for text in logs), "the trainer sends every version"
     ended = {e.group: e for e in events_of(run_dir, GroupGenerated)}
     assert set(resumed) & set(ended), "what was resumed has ended"
     assert all(ended[group].tokens >= stored[group].tokens for group in resumed if group in ended)
