@@ -118,9 +118,11 @@ def pytest_runtest_teardown() -> None:
 def cluster() -> Iterator[None]:
     """One local Ray cluster for all tests that need one, ended with the session."""
     import ray
+    from forked_workers import MODEL, forked_workers
 
     from engine.actors.launch import connect
 
-    connect()
+    with forked_workers(*MODEL):
+        connect()
     yield
     ray.shutdown()

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import ray
+from forked_workers import forked_workers
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -30,8 +31,9 @@ GPUS = sum(NODES)
 def connect() -> None:
     """Ray believes the number of GPUs that it is given."""
     cluster = Cluster()
-    for gpus in NODES:
-        cluster.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=100 << 20, include_dashboard=False)
+    with forked_workers():
+        for gpus in NODES:
+            cluster.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=100 << 20, include_dashboard=False)
     ray.init(address=cluster.address, log_to_driver=False)
 
 

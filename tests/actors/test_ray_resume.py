@@ -59,6 +59,10 @@ def title(process: psutil.Process) -> str:
     return ""
 
 
+def has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in mapped.path for mapped in process.memory_maps())
+
+
 def test_a_killed_run_is_resumed_and_neither_end_leaves_a_process(tmp_path: Path) -> None:
     """The launcher's whole process group gets SIGTERM, as from `timeout`, but Ray's processes do not. Before that, the
     scheduler dies, and Ray's messages about repeated calls are not shown. Actors in the run's own cluster have the
@@ -73,7 +77,10 @@ def test_a_killed_run_is_resumed_and_neither_end_leaves_a_process(tmp_path: Path
     before = psutil.Process(first.pid).children(recursive=True)
     actors = [process for process in before if "Actor" in title(process)]
     assert len(actors) == 5 and {process.nice() for process in actors} == {psutil.Process().nice()}
-    next(process for process in actors if "SchedulerActor" in title(process)).kill()
+    scheduler = next(process for process in actors if "SchedulerActor" in title(process))
+    assert not has_torch(scheduler), "its memory is for the state of the run"
+    assert any(map(has_torch, actors))
+    scheduler.kill()
     said += takewhile(lambda line: not line.startswith("step=6"), first.stdout)
     started = list({*before, *psutil.Process(first.pid).children(recursive=True)})
     agents = [process for process in started if title(process) in RAYS_AGENTS]

@@ -1,14 +1,12 @@
 """Short real training runs through Ray: the embedded sampler, the torch trainer, their weights and metrics."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray_plans import SMALLEST, check_record, events_of
 from weight_observers import watched_rollout, watched_trainer
 
@@ -57,8 +55,6 @@ def test_a_training_run_keeps_every_law_and_its_weights_are_the_trainers_own(mad
         make_rollout=partial(watched_rollout, planned.make_rollout, run_dir),
     )
     with start(watched) as run:
-        has_torch = run._launched.actor.__ray_call__.remote(lambda actor: "torch" in sys.modules)
-        assert not ray.get(has_torch), "the scheduler's memory is for the state of the run"
         last = run.wait()
     assert (last.outcome, last.step, last.version) == ("finished", STEPS, STEPS)
     assert last.staleness_max is not None
