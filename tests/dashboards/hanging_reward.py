@@ -1,6 +1,6 @@
 """A reward that hangs on request: where a prompt names a pipe and the pipe is there, until somebody writes to it.
 
-Otherwise it takes a tenth of a second, so that the run leaves the processors to Prometheus.
+Otherwise it takes a fifth of a second, so that the run leaves the processors to Prometheus.
 """
 
 import os
@@ -14,7 +14,7 @@ from engine.trajectory import Prompt, Trajectory
 
 
 def score(prompt: Prompt, trajectory: Trajectory) -> float:
-    threading.Event().wait(0.1)
+    threading.Event().wait(0.2)
     pipe = prompt.fields["pipe"]
     if pipe and os.path.exists(pipe):
         with open(pipe) as waiting:

@@ -64,7 +64,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Iterator
                 "max_concurrent_groups": 6,
                 "data_attempts": 3,
             },
-            "rollout": {"replicas": 2, "slots": 3, "max_tokens": 60, "sync_mode": "keep", "heartbeat_s": 0.0},
+            "rollout": {"replicas": 2, "slots": 3, "max_tokens": 20, "sync_mode": "keep", "heartbeat_s": 0.0},
             "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
             "validation": {"prompts": 4, "at_end": False},
         }
