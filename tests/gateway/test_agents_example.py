@@ -18,7 +18,9 @@ import engine.training.warmup as warmup
 whole = warmup.WarmUp
 warmup.WarmUp = lambda **given: whole(**{**given, "steps": 12})  # of 500
 import multi_turn_agent
-sys.exit(multi_turn_agent.main(sys.argv[1:]))
+from forked_workers import MODEL, forked_workers
+with forked_workers(*MODEL):
+    sys.exit(multi_turn_agent.main(sys.argv[1:]))
 """
 
 
@@ -26,7 +28,8 @@ def test_the_calculator_agent_trains_through_the_gateway(tmp_path: Path) -> None
     command = [sys.executable, "-c", PROGRAM]
     for change in ("run.max_steps=3", "validation.at_start=false", "validation.prompts=8", "rollout.replicas=1"):
         command += ["--set", change]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    folders = [str(ROOT / folder) for folder in ("", "examples", "tests")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "runs" / "latest"
