@@ -143,7 +143,7 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
         load_config(config(JUDGE, "states: [rewarding]"))
     with pytest.raises(
         ConfigError,
-        match=r"scheduler\.states 'rewardin' is not a registered state; (register|use one of (?!.*rewarding))",
+        match=r"states 'rewardin' is not a registered state; (name .* in run.extensions|use one of (?!.*rewarding))",
     ):
         load_config(config("", "states: [rewardin]"))
     assert "rewarding" not in state_registry.state_names()
@@ -177,7 +177,7 @@ def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
     file = config(module, f"policies: {{{chosen}: mine, on_error: builtin}}")
     assert main(["check", str(file)]) == 2
     said = capsys.readouterr().err
-    assert f"scheduler.policies is '{chosen} mine': breaks a law" in said
+    assert f"scheduler.policies is '{chosen} mine': fails in a simulated run" in said
     assert says in said and "[seed " in said
 
 

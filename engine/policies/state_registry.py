@@ -188,7 +188,7 @@ def _find(name: str) -> tuple[AddedState, Any]:
     found = _ADDED.get(name)
     if found is None:
         known = state_names()
-        otherwise = f"use one of {', '.join(known)}" if known else "register it first"
+        otherwise = f"use one of {', '.join(known)}" if known else "name the module that adds it in run.extensions"
         raise ConfigError("scheduler.states", name, "is not a registered state", suggestion(name, known, otherwise))
     return found
 
