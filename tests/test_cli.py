@@ -643,6 +643,18 @@ def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: 
         lock.release()
 
 
+def test_a_resume_in_a_directory_that_cannot_be_written_says_so_before_anything_starts(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    capsys.readouterr()
+    handles = launched()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert "RUN 'here' cannot be written; make its directory writable" in refused(capsys, "resume", "here")
+    assert handles == []
+
+
 def test_of_two_resumes_at_once_one_is_refused_as_of_a_running_run(capsys: Capture, launched: Launch) -> None:
     launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130

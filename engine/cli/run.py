@@ -4,6 +4,7 @@ Called by the CLI and by `engine.train`. Ray is imported late, so that errors in
 """
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -129,8 +130,8 @@ def resumption_of(
 ) -> tuple["Config", Sequence[tuple[str, str]]]:
     """The configuration with which a run resumes, and the new settings of its scheduler. `path`: the configuration.
 
-    Raises: `ConfigError` for a change that a resume cannot make, and for a run that is starting or running;
-    `RecordError` for a record that cannot be read.
+    Raises: `ConfigError` for a change that a resume cannot make, for a run that is starting or running, and for a
+    directory that cannot be written; `RecordError` for a record that cannot be read.
     """
     from engine.cli.run_state import not_begun
     from engine.config.resumption import resumed
@@ -139,6 +140,8 @@ def resumption_of(
 
     if directory.is_running:  # before Ray starts
         raise _running(directory)
+    if not os.access(directory.path, os.W_OK):
+        raise ConfigError("RUN", directory.shown, "cannot be written", "make its directory writable")
     try:
         header = read(directory.schedule, missing_end=bool(force_from)).header
     except RecordNotBegun:
