@@ -14,7 +14,6 @@ from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import EventId
 from engine.policies import PolicySet
-from engine.record.codec import pack
 from engine.record.frames import Header, Rejected, Snapshot, Tick
 from engine.record.reader import Place, Record
 from engine.record.segment_log import Torn
@@ -173,10 +172,9 @@ def _compare(tick: Tick, scheduler: Replayable) -> tuple[tuple[Command, ...], Di
     """The scheduler's answer, and the divergence if any."""
     try:
         answer = tuple(scheduler.tick(tick.events))
-        same = pack(answer) == pack(tick.commands)
     except Exception as error:  # the record is data: report as a divergence whatever it makes the scheduler raise
         return (), Divergence(tick=tick, raised=f"{type(error).__name__}: {error}")
-    return answer, None if same else Divergence(tick=tick, got=answer)
+    return answer, None if answer == tick.commands else Divergence(tick=tick, got=answer)
 
 
 SHOWN = 20

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from record_samples import FAULTS, LIMITS, Echo, event, fill, header, record_run
 
-from engine.commands import StartGroup
+from engine.commands import SetTimer, StartGroup
 from engine.errors import InvariantViolated, RecordError
 from engine.record import MemoryRecorder, read, replay
 from engine.simulation.world import Faults
@@ -61,6 +61,15 @@ def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> N
     wrong = (StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=4),)
     report = replay(read(echoed), build=lambda _: Echo(5, commands=wrong))
     assert report.divergence is not None and "cause=4" in str(report)
+
+
+def test_an_int_where_a_float_belongs_is_the_same_answer() -> None:
+    """Limits may be ints; the record gives them back as floats."""
+    timer = (SetTimer(timer=1, name="deadline", delay_s=5, cause=0),)
+    recorder = MemoryRecorder(header())
+    recorder.write((event(0),), timer)
+    report = replay(read(recorder), build=lambda _: Echo(0, commands=timer))
+    assert report.identical, str(report)
 
 
 def test_rejected_events_are_skipped_and_reported() -> None:
