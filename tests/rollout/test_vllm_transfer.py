@@ -337,6 +337,28 @@ def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) 
     assert time.monotonic() - began < WIRE.timeout_s
 
 
+def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:
+    """NCCL ends the wait before the group is closed, and two threads must not close it."""
+    from engine.rollout.vllm.worker_extension import WeightsExtension
+
+    class Waiting(WeightsExtension):
+        def __init__(self) -> None:
+            self.ended = threading.Event()
+            self.weight_transfer_engine = self
+            self.model_update_group: object = "open"
+
+        def shutdown(self) -> None:
+            self.ended.set()
+            time.sleep(0.1)
+            self.model_update_group = None
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            assert self.ended.wait(20.0)
+
+    with pytest.raises(TimeoutError, match="did not arrive within 0.01 s"):
+        Waiting().update_in_time({}, 0.01)
+
+
 def test_an_engine_that_has_left_its_group_is_refused() -> None:
     async def scenario() -> None:
         with pytest.raises(EngineError, match="is no longer in the process group"):

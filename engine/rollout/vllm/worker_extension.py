@@ -196,6 +196,7 @@ class WeightsExtension:
             self.update_weights(update_info)  # type: ignore[attr-defined]
         finally:
             limit.cancel()
+            limit.join()  # it may be closing the group
         if engine.model_update_group is None:
             raise TimeoutError(f"the weights did not arrive within {limit_s:g} s")
 
