@@ -643,7 +643,7 @@ def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: 
         lock.release()
 
 
-def test_a_resume_in_a_directory_that_cannot_be_written_says_so_before_anything_starts(
+def test_a_resume_in_a_directory_that_cannot_be_written_is_refused_at_once(
     capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(interrupt_after=1)

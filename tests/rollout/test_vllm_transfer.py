@@ -355,7 +355,7 @@ def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:
         def update_weights(self, update_info: dict[str, Any]) -> None:
             assert self.ended.wait(20.0)
 
-    with pytest.raises(TimeoutError, match="did not arrive within 0.01 s"):
+    with pytest.raises(TimeoutError, match="did not arrive within"):
         Waiting().update_in_time({}, 0.01)
 
 
