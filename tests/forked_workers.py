@@ -23,6 +23,8 @@ MODEL = ("torch", "engine.rollout.torch.host_weights", "engine.training.model_tr
 ALSO = "FORKED_WORKERS_IMPORT"
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 """Options of the program that this file replaces."""
+NODE = "--node-id="
+"""An option of workers, by which those of a node find each other."""
 SIZE = 1 << 20
 """More bytes than arguments and environment have."""
 
@@ -97,7 +99,8 @@ def ask(address: str, request: bytes) -> socket.socket | None:
 
 def main() -> None:
     raylet = os.getppid()
-    requests = ask(f"\0forked-workers-{raylet}", json.dumps(request_of(sys.argv[1:])).encode())
+    (node,) = (argument for argument in sys.argv if argument.startswith(NODE))
+    requests = ask(f"\0{node}", json.dumps(request_of(sys.argv[1:])).encode())
     if requests is None:
         return
     for module in PRELOADED + os.environ[ALSO].split():
