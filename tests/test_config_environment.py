@@ -78,7 +78,7 @@ def configured(folder: Path, model: str, **changes: Any) -> Any:
 
 def test_check_begins_an_episode_and_says_what_the_model_does_not_see(models: dict[str, str], tmp_path: Path) -> None:
     lines = list(check_inputs(configured(tmp_path, models["chatml"]), rehearse=True))
-    assert f"ok: environment.class_name {NAME} begins an episode with 1 messages and the tools add" in lines
+    assert f"ok: environment.class_name {NAME} begins an episode with 1 message and the tools add" in lines
     assert not any("does not write the tools" in line for line in lines)
     silent = AutoTokenizer.from_pretrained(models["chatml"])
     silent.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -17,7 +17,7 @@ from engine.config.prompts import load_tokenizer
 from engine.config.schema import Config
 from engine.environments.calls import EpisodeCalls
 from engine.environments.protocol import Environment
-from engine.errors import ConfigError, DataFailure, message_of
+from engine.errors import ConfigError, DataFailure, counted, message_of
 from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.protocols.user_code import HangingCalls
 from engine.rollout.agents.environment_program import Episode, EpisodeSettings
@@ -109,7 +109,7 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
         raise ConfigError("environment.class_name", path, law, "use a model whose chat template takes it") from error
     names = [schema.get("function", schema)["name"] for schema in schemas]
     tools = f"the tools {', '.join(names)}" if names else "no tools"
-    yield f"ok: environment.class_name {path} begins an episode with {len(messages)} messages and {tools}"
+    yield f"ok: environment.class_name {path} begins an episode with {counted(len(messages), 'message')} and {tools}"
     if names and text == render(tokenizer, messages, None, config.data.chat_template_kwargs):
         yield f"note: the chat template of {model} does not write the tools: name them in the prompt, or in the warm-up"
 

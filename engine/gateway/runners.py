@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
-from engine.errors import DataFailure, EngineError, message_of
+from engine.errors import DataFailure, EngineError, message_of, place_of
 from engine.protocols.user_code import awaited, stack_of
 from engine.trajectory import Prompt, RolloutReturn
 
@@ -103,7 +103,7 @@ class FunctionRunner:
                 raise
             except Exception as error:
                 story = f"agent {self._name} raised {type(error).__name__} on prompt row {prompt.row}"
-                raise DataFailure(f"{story}: {message_of(error)}", row=prompt.row) from error
+                raise DataFailure(f"{story}: {message_of(error)}{place_of(error)}", row=prompt.row) from error
             finally:
                 agent.cancel()
                 blocked.cancel()

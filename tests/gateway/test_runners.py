@@ -192,7 +192,9 @@ def test_a_coroutine_that_raises_is_named() -> None:
     async def raising(base_url: str, key: str, prompt: Prompt) -> None:
         raise KeyError("tool")
 
-    with pytest.raises(DataFailure, match=r"raising raised KeyError on prompt row 3: 'tool'"):
+    with pytest.raises(
+        DataFailure, match=r"raising raised KeyError on prompt row 3: 'tool' \(test_runners\.py:\d+, in raising\)"
+    ):
         run(FunctionRunner(raising))
 
 

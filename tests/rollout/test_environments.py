@@ -314,7 +314,7 @@ class Faulty(Environment):
 @pytest.mark.parametrize(
     ("method", "fault", "story"),
     [
-        ("reset", KeyError("start"), "reset raised KeyError: 'start'"),
+        ("reset", KeyError("start"), r"reset raised KeyError: 'start' \(test_environments\.py:\d+, in _do\)"),
         ("reset", [], "reset returned no message"),
         ("reset", Opening(shown=3), "reset returned a prompt to show of type int, not a text"),  # type: ignore[arg-type]
         ("reset", [{"content": "x"}], "reset returned messages that cannot be used: message 1 .* 'role'"),

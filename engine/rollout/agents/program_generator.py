@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from engine.errors import DataFailure, EngineError, message_of
+from engine.errors import DataFailure, EngineError, message_of, place_of
 from engine.ids import GroupId
 from engine.protocols import Generated, GroupWork
 from engine.protocols.user_code import awaited
@@ -352,7 +352,7 @@ class ProgramGenerator(GeneratorOfCalls):
             raise error
         if error is not None:
             story = f"rollout {name_of(self._program)} raised {type(error).__name__} on prompt row {prompt.row}"
-            raise DataFailure(f"{story}: {message_of(error)}", row=prompt.row) from error
+            raise DataFailure(f"{story}: {message_of(error)}{place_of(error)}", row=prompt.row) from error
 
 
 async def _called(program: Program, client: RolloutClient, prompt: Prompt) -> Any:
