@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -335,6 +336,31 @@ def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) 
     began = time.monotonic()
     run(scenario())
     assert time.monotonic() - began < WIRE.timeout_s
+
+
+def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs() -> None:
+    """With weights whose group was left, as after a failed install."""
+
+    class Hung:
+        async def exchange(self, turn: Turn) -> WeightsCall | None:
+            await asyncio.Event().wait()
+            return None
+
+        async def stored(self) -> Any:
+            raise EngineError("the store is gone")
+
+    async def answer(asked: Any, limit_s: float) -> list[list[str]]:
+        return [[""]]
+
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        engine_core=SimpleNamespace(call_utility_all_async=lambda *given: None),
+    )
+    incoming = weight_receiver.Incoming(cast(Any, None), engine, answer, 1.0, "never")
+    incoming._sent[1] = cast(Any, Hung()), ()
+    wrong = asyncio.run(asyncio.wait_for(incoming.swap(1, 0.2), 20.0))
+    assert wrong == "the weights did not arrive within 0.1 s; the weights store did not help: the store is gone"
 
 
 def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:

@@ -9,6 +9,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -31,8 +32,9 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, type, shape)"""
 
 
+@cache
 def register() -> None:
-    """Register both sides with vLLM in this process. Call it once."""
+    """Register both sides with vLLM in this process, once: vLLM refuses a second registration."""
     WeightTransferEngineFactory.register_engine(GLOO, GlooWeightTransferEngine)
     WeightTransferTrainerFactory.register_engine(GLOO, GlooTrainerEngine)
 

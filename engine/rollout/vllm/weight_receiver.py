@@ -32,7 +32,8 @@ ADAPTER = 1
 """vLLM's number of the adapter. Each version replaces the one before under the same number, so that requests that are
 frozen during an install continue with the new one."""
 JOIN_S = 300.0
-"""Seconds that forming a group may take. Most of it is the first import of vLLM in the trainer's process."""
+"""Seconds that forming a group may take before an install. Most of it is the first import of vLLM in the trainer's
+process."""
 
 
 class Incoming:
@@ -64,7 +65,7 @@ class Incoming:
         if isinstance(weights, SentWeights):
             wanted = wanted_names(self._area.tensors, version, weights.manifest)
             try:
-                await self._join(weights)
+                await self._join(weights, JOIN_S)
             except EngineError as error:
                 log.warning("version %s is taken from the weights store: %s", version, error)
                 weights = await weights.stored()
@@ -188,7 +189,7 @@ class Incoming:
             async with asyncio.timeout(left_s(until)):
                 call = await weights.exchange(Check(version=version, wanted=wanted))
         except TimeoutError:
-            return [f"the check {OVERDUE} while the weights store hashed its tensors"]
+            return [f"the check {OVERDUE} while the trainer's process hashed its tensors"]
         assert call is not None
         return await self._attempt_until(until, call.name, call.argument)
 
@@ -218,22 +219,23 @@ class Incoming:
     async def _receive(
         self, weights: SentWeights, version: Version, wanted: tuple[tuple[str, str], ...], limit_s: float
     ) -> str:
+        until = time.monotonic() + limit_s
         try:
-            await self._join(weights)
+            await self._join(weights, limit_s)
             assert self._group is not None
-            await self._converse(weights, Send(group=self._group, version=version, wanted=wanted), limit_s)
+            await self._converse(weights, Send(group=self._group, version=version, wanted=wanted), left_s(until))
         except EngineError as error:
             return await self._leave(str(error))
         return ""
 
-    async def _join(self, weights: SentWeights) -> None:
+    async def _join(self, weights: SentWeights, limit_s: float) -> None:
         """Form the group: once for each engine, and again after a failure."""
         if self._group is not None:
             return
         parallel = self._engine.vllm_config.parallel_config
         workers = parallel.world_size * parallel.data_parallel_size
         group = secrets.token_hex(8)
-        await self._converse(weights, Join(group=group, workers=workers), JOIN_S)
+        await self._converse(weights, Join(group=group, workers=workers), limit_s)
         self._group = group
 
     async def _leave(self, wrong: str) -> str:
@@ -246,7 +248,7 @@ class Incoming:
         return f"{wrong}; the engine could not leave its group: {'; '.join(failed)}" if failed else wrong
 
     async def _converse(self, weights: SentWeights, turn: Join | Send, limit_s: float) -> None:
-        """Carry out the calls of the store's side until it is done. Raises: `EngineError`."""
+        """Carry out the calls of the sender until it is done. Raises: `EngineError`."""
         until = time.monotonic() + limit_s
         group = turn.group
         try:
