@@ -41,7 +41,7 @@ SLOT_CAUSES = {
     "weight_sync": "its replica took new weights",
     "pool": "another task used its pool",
     "draining": "the replica or the run drained",
-    "reward": "its groups waited for rewards or the work of an added state",
+    "reward": "its groups waited for rewards, for the trajectory store, or for the work of an added state",
     "agent": "its group waited for an agent or an environment",
     "worker_bound": "K groups were running (scheduler.max_concurrent_groups)",
     "staleness_bound": "the staleness bound was reached (scheduler.max_staleness_steps)",
