@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
-from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
+from engine.errors import DataFailure, EngineError, RewardFailure, counted, message_of, place_of
 from engine.protocols import CallFigures
 from engine.protocols.user_code import CALLS, HangingCalls, stack_of
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
@@ -56,7 +56,8 @@ def call_part(
     except TypeError:
         raise RewardFailure(f"returned a {type(found).__name__}, not a list with a value for each response") from None
     if len(values) != len(trajectories):
-        raise RewardFailure(f"returned {len(values)} values for {len(trajectories)} responses")
+        given = counted(len(values), "value")
+        raise RewardFailure(f"returned {given} for {counted(len(trajectories), 'response')}")
     return [value_in(part, value, trajectory) for value, trajectory in zip(values, trajectories, strict=True)]
 
 

@@ -128,7 +128,7 @@ def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
 @pytest.mark.parametrize(
     ("function", "settings", "story"),
     [
-        (lambda prompt, trajectories: [1.0], {}, r"tests\.function returned 1 values for 2 responses on prompt row 4"),
+        (lambda prompt, trajectories: [1.0], {}, r"tests\.function returned 1 value for 2 responses on prompt row 4"),
         (lambda prompt, trajectories: 1.0, {}, "returned a float, not a list with a value for each response on prompt"),
         (lambda prompt, trajectories: [1.0, "x"], {}, "returned 'x' of type str on prompt row 4, not a finite number"),
         (
