@@ -93,7 +93,7 @@ class TestPage:
         titles = page.locator(".plot h3").all_inner_texts()
         hostile = f"reward {HOSTILE}".replace("_", " ")
         histograms = [f"{name}: responses by value" for name in ("reward", hostile)]
-        assert titles == ["reward", "loss", "response length", "staleness", "seconds", *histograms]
+        assert titles == ["reward", "loss", "response tokens", "staleness", "seconds", *histograms]
         assert page.locator(".plot canvas").count() == len(titles)
         assert page.locator("details.sample pre").nth(1).text_content() == HOSTILE
         assert "max_staleness_steps: 2" in page.locator("section[aria-label=Configuration] pre").text_content()
