@@ -319,7 +319,7 @@ def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) 
         return own
 
     async def scenario() -> None:
-        senders = Senders(replace(WIRE, bucket_bytes=1 << 20, timeout_s=1.0))
+        senders = Senders(replace(WIRE, bucket_bytes=1 << 20, timeout_s=4.0))
         senders.hold(1, weights)
         lost, well = await begin(senders, 0), await begin(senders, 1)
         if ends:
