@@ -41,8 +41,8 @@ class CodecError(EngineError):
 
 
 def pack(value: Any) -> bytes:
-    """Plain values, events and commands as bytes. Raises: `CodecError` for anything else, integers beyond 64 bits and
-    invalid Unicode."""
+    """Plain values, events and commands as bytes. Raises: `CodecError` for what msgspec cannot encode, such as integers
+    beyond 64 bits and invalid Unicode. It takes more than can be read back, such as sets and dates."""
     try:
         data = _encode(value)
     except UnicodeEncodeError as error:
