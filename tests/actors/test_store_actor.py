@@ -109,9 +109,7 @@ def test_a_process_that_waits_for_the_weights_store_says_so_until_it_is_answered
 
 
 @pytest.mark.parametrize("trainer", ["sends", "has died", "has a newer version", "is silent"])
-def test_a_replica_gets_the_stores_copy_if_the_trainer_cannot_send(
-    trainer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_gets_the_stores_copy_if_the_trainer_cannot_send(trainer: str) -> None:
     timeout_s = 0.05 if trainer == "is silent" else 60.0
     wire = WeightsWire(backend="gloo", bucket_bytes=1, timeout_s=timeout_s, limit_s=1.0)
     senders = Senders(wire)
