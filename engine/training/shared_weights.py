@@ -203,9 +203,9 @@ def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
     """Memory with a copy of weights, for processes that get its handle. Tied weights are stored once. The caller must
     close it."""
     places: dict[Any, int] = {}
-    keys = {name: (value.data_ptr(), value.shape, value.dtype) for name, value in weights.items()}
+    keys = {name: (value.dtype, value.shape, value.data_ptr(), value.stride()) for name, value in weights.items()}
     names = tuple((name, places.setdefault(key, len(places))) for name, key in keys.items())
-    kinds = tuple((str(kind).removeprefix("torch."), tuple(shape)) for _, shape, kind in places)
+    kinds = tuple((str(kind).removeprefix("torch."), tuple(shape)) for kind, shape, *_ in places)
     manifest = Manifest(tensors=kinds, names=names)
     memory = Memory(manifest)
     for name, place in names:

@@ -148,6 +148,12 @@ def test_what_a_custom_trainer_publishes_is_copied_before_it_is_sent() -> None:
         transports.publication_to_send(3)
 
 
+def test_a_transposed_tensor_is_not_taken_for_a_tied_one() -> None:
+    wide = torch.arange(4.0).view(2, 2)
+    published = transports.publication_to_send({"wide": wide, "turned": wide.T})
+    assert torch.equal(published["wide"], wide) and torch.equal(published["turned"], wide.T)
+
+
 # -- a published version through the store -----------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ def stage(own: Mapping[str, torch.Tensor], version: Version, weights: Any, *, sh
     for name, value in weights.items():
         source = torch.as_tensor(value).detach()
         wanted = own.get(name, source)
-        place = (source.data_ptr(), source.shape, wanted.dtype, wanted.device)
+        place = (source.data_ptr(), source.shape, source.stride(), wanted.dtype, wanted.device)
         if place not in staged or source.numel() == 0:
             staged[place] = source.to(wanted.device, wanted.dtype, copy=copy).contiguous()
         tensors[name] = staged[place]  # tensors that share memory at the sender get one copy
