@@ -185,7 +185,7 @@ def heading_of(data: bytes) -> tuple[int, EventId, float | None]:
         first, at = walker.unpack(), walker.unpack() if timed else None
     except (ValueError, msgpack.UnpackException):
         raise CodecError("invalid frame: it ends before the time of its first event") from None
-    if not all(type(one) is int and one >= 0 for one in (number, first)) or (timed and type(at) is not float):
+    if not all(type(one) is int and one >= 0 for one in (number, first)) or (timed and type(at) not in (int, float)):
         raise CodecError("invalid frame: expected the numbers of a tick and an event, and a time")
     return number, first, at
 
