@@ -26,7 +26,7 @@ import ray
 from engine.actors.failures import named
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
-from engine.rollout.sent_weights import Check, Join, Offer, Turn, WeightsAnswer, WeightsCall
+from engine.rollout.sent_weights import OUTDATED, Check, Join, Offer, Turn, WeightsAnswer, WeightsCall
 from engine.runtime.plan import DistributedSettings, Plan, WeightsWire
 from engine.training.shared_weights import (
     Manifest,
@@ -107,7 +107,10 @@ class Senders:
 
     def manifest(self, version: Version) -> Manifest:
         """Raises: `EngineError` if the version is not the newest that this process has published."""
-        return self._held(version).manifest
+        held = self._held_as(version)
+        if held is None:
+            raise EngineError(f"the trainer's process does not hold version {version}")
+        return held.manifest
 
     async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
         """See `SentWeights.exchange`."""
@@ -117,20 +120,21 @@ class Senders:
                 before.close()
             self._conversations[reader] = Exchange(turn.group, self._wire)
             return await self._conversations[reader].join(turn.workers)
+        held = None if isinstance(turn, WeightsAnswer) else self._held_as(turn.version)
         if isinstance(turn, Check):
-            return await asyncio.to_thread(_check_call, self._held(turn.version), turn.wanted)
+            return OUTDATED if held is None else await asyncio.to_thread(_check_call, held, turn.wanted)
         conversation = self._conversations.get(reader)
         if conversation is None or conversation.group != turn.group:
             raise EngineError(f"replica {reader} is no longer in the process group of this transfer")
         if isinstance(turn, WeightsAnswer):
             return await conversation.answered(turn.wrong)
-        held = self._held(turn.version).named()
-        return await conversation.send({name: held[source] for name, source in turn.wanted})
+        if held is None:
+            return OUTDATED
+        tensors = held.named()
+        return await conversation.send({name: tensors[source] for name, source in turn.wanted})
 
-    def _held(self, version: Version) -> HeldTensors:
-        if self._newest is None or self._newest[0] != version:
-            raise EngineError(f"the trainer's process no longer holds version {version}")
-        return self._newest[1]
+    def _held_as(self, version: Version) -> HeldTensors | None:
+        return self._newest[1] if self._newest is not None and self._newest[0] == version else None
 
 
 def _check_call(held: HeldTensors, wanted: Sequence[tuple[str, str]]) -> WeightsCall:

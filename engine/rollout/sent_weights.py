@@ -60,6 +60,10 @@ class WeightsCall:
     argument: Any = None
 
 
+OUTDATED = WeightsCall(name="outdated")
+"""Not a call, but the answer to a send or a check of a version that the holder no longer has. The group stays."""
+
+
 @runtime_checkable
 class SentWeights(Protocol):
     """A version of the weights, which its holder will send."""
@@ -69,7 +73,8 @@ class SentWeights(Protocol):
 
     async def exchange(self, turn: Turn) -> WeightsCall | None:
         """Start a join or a send, ask for a check, or report the result of the last call. Returns the next call for the
-        engine, or None when the operation is complete. Raises: `EngineError` if it failed; the group is then closed."""
+        engine, None when the operation is complete, or `OUTDATED`. Raises: `EngineError` if it failed; the group is
+        then closed."""
 
     async def stored(self) -> Any:
         """The same weights from the weights store, if the holder cannot send them. Raises: `EngineError`."""

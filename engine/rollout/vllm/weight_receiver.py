@@ -17,7 +17,7 @@ import torch
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.model_tensors import ModelTensors
-from engine.rollout.sent_weights import Check, Join, Send, SentWeights, WeightsAnswer, WeightsCall
+from engine.rollout.sent_weights import OUTDATED, Check, Join, Send, SentWeights, WeightsAnswer, WeightsCall
 from engine.rollout.vllm.mapped_weights import UNUSABLE
 from engine.rollout.vllm.staged_weights import StagingArea
 from engine.rollout.vllm.weight_checks import OVERDUE, WeightChecks, checksums_of
@@ -34,6 +34,10 @@ frozen during an install continue with the new one."""
 JOIN_S = 300.0
 """Seconds that forming a group may take before an install. Most of it is the first import of vLLM in the trainer's
 process."""
+
+
+class Outdated(EngineError):
+    """The holder has another version now. The group is as before."""
 
 
 class Incoming:
@@ -191,6 +195,8 @@ class Incoming:
         except TimeoutError:
             return [f"the check {OVERDUE} while the trainer's process hashed its tensors"]
         assert call is not None
+        if call == OUTDATED:
+            return [f"the check {OVERDUE}, because the trainer has published a newer version"]
         return await self._attempt_until(until, call.name, call.argument)
 
     async def _attempt_until(self, until: float, method: str, *arguments: Any) -> list[str]:
@@ -224,6 +230,8 @@ class Incoming:
             await self._join(weights, limit_s)
             assert self._group is not None
             await self._converse(weights, Send(group=self._group, version=version, wanted=wanted), left_s(until))
+        except Outdated as error:
+            return str(error)
         except EngineError as error:
             return await self._leave(str(error))
         return ""
@@ -254,6 +262,8 @@ class Incoming:
         try:
             async with asyncio.timeout(limit_s):
                 call = await weights.exchange(turn)
+            if call == OUTDATED:
+                raise Outdated("the trainer has published a newer version")
             while call is not None:
                 wrong = await self._carry_out(call, until - time.monotonic())
                 async with asyncio.timeout(left_s(until)):
