@@ -65,7 +65,7 @@ class Holder:
 
 
 def holder(version: int, model: Any, senders: Senders, *, stores: bool = True, **options: Any) -> Holder:
-    """`stores`: the store's copy is there."""
+    """`stores`: whether the store has a copy."""
     weights = model.state_dict()
     senders.hold(version, weights)
     return Holder(senders, senders.manifest(version), weights if stores else None, **options)
@@ -123,8 +123,8 @@ def test_an_engine_that_cannot_join_a_group_samples_on(engine: Any) -> None:
 @pytest.mark.parametrize("engine", ["qwen2"], indirect=True)
 @pytest.mark.parametrize("fails", ["at the holder", "in the engine", "too late"])
 def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, fails: str) -> None:
-    """The first of these with the weights that the engine was started with, which nobody holds but its files. The
-    others are the store's copy, because the trainer has a newer version."""
+    """In the first case, the old weights are those that the engine was started with, which only its files have. In the
+    others, they come from the store, because the trainer has a newer version."""
     old, new = engine.version, engine.version + 1
     options = {"stores": False} | {
         "at the holder": {"fails_after": "update_weights"},
@@ -300,7 +300,7 @@ def test_the_trainer_hashes_a_version_once_for_all_replicas(monkeypatch: pytest.
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) -> None:
-    """Nor the trainer: it gives up in time."""
+    """It does not delay the trainer, either, which gives up in time."""
     from engine.rollout.vllm.gloo_transfer import GlooGroup
 
     weights = {"weight": torch.arange(100_000, dtype=torch.float32)}
@@ -339,7 +339,8 @@ def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) 
     assert time.monotonic() - began < WIRE.timeout_s
 
 
-def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs() -> None:
+@pytest.mark.parametrize(("store_hangs", "why"), [(False, "the store is gone"), (True, "no answer in time")])
+def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs(store_hangs: bool, why: str) -> None:
     """With weights whose group was left, as after a failed install."""
 
     class Hung:
@@ -348,6 +349,8 @@ def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs
             return None
 
         async def stored(self) -> Any:
+            if store_hangs:
+                await asyncio.Event().wait()
             raise EngineError("the store is gone")
 
     async def answer(asked: Any, limit_s: float) -> list[list[str]]:
@@ -361,7 +364,8 @@ def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs
     incoming = weight_receiver.Incoming(cast(Any, None), engine, answer, 1.0, "never")
     incoming._sent[1] = cast(Any, Hung()), ()
     wrong = asyncio.run(asyncio.wait_for(incoming.swap(1, 0.2), 20.0))
-    assert wrong == "the weights did not arrive within 0.1 s; the weights store did not help: the store is gone"
+    not_sent, not_stored = "the weights did not arrive within 0.1 s", "the copy in the weights store could not be used"
+    assert wrong == f"{not_sent}; {not_stored}: {why}"
 
 
 def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:

@@ -64,8 +64,8 @@ class Incoming:
         return None
 
     async def stage(self, version: Version, weights: Any) -> None:
-        """Weights that cannot be sent, because no group can be formed, are taken from the weights store. Raises:
-        `EngineError` if the weights do not fit the model."""
+        """If no group can be formed, so that weights cannot be sent, they are taken from the weights store. Raises:
+        `EngineError` if the weights do not fit the model, or the store cannot give them either."""
         if isinstance(weights, SentWeights):
             wanted = wanted_names(self._area.tensors, version, weights.manifest)
             try:
@@ -98,9 +98,9 @@ class Incoming:
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a version. Returns an empty text, or why it failed. A version that is not staged is the one that the
-        engine started with. A version that does not arrive in half the time is taken from the weights store. If a
-        worker cannot use the shared memory that the version lies in, the version is staged as files and installed from
-        them, and so are all later ones.
+        engine started with. A version whose transfer fails, or takes longer than half of `limit_s`, is taken from the
+        weights store. If a worker cannot use the shared memory that the version lies in, the version is staged as files
+        and installed from them, and so are all later ones.
 
         `limit_s`: seconds after which a worker stops the install. Raises: `EngineError` if vLLM then does not answer.
         """
@@ -115,7 +115,8 @@ class Incoming:
                 async with asyncio.timeout(left_s(until)):
                     await self._write(version, await weights.stored())
             except (EngineError, TimeoutError) as error:
-                return f"{not_sent}; the weights store did not help: {error or 'no answer in time'}"
+                why = str(error) or "no answer in time"
+                return f"{not_sent}; the copy in the weights store could not be used: {why}"
         wrong = await self._load(version, left_s(until))
         if not any(UNUSABLE in one for one in wrong):
             return "; ".join(wrong)
@@ -168,9 +169,10 @@ class Incoming:
         if not overdue:
             return "; ".join(wrong)
         log.warning(
-            "version %s was installed but not checked: installing it twice and hashing it takes longer than "
-            "rollout.install_timeout_s = %g; raise it, or set rollout.check_weights: never (%s)",
-            version, limit_s, "; ".join(wrong),
+            "version %s was installed but not checked (%s): installing it twice and hashing it must end within "
+            "rollout.install_timeout_s = %g and, with rollout.transport: vllm, before the trainer publishes again; "
+            "raise the limit, or set rollout.check_weights: never",
+            version, "; ".join(wrong), limit_s,
         )  # fmt: skip
         return await self.swap(version, limit_s) if cut else ""
 
@@ -196,7 +198,7 @@ class Incoming:
             return [f"the check {OVERDUE} while the trainer's process hashed its tensors"]
         assert call is not None
         if call == OUTDATED:
-            return [f"the check {OVERDUE}, because the trainer has published a newer version"]
+            return [f"the check {OVERDUE}: the trainer has published a newer version"]
         return await self._attempt_until(until, call.name, call.argument)
 
     async def _attempt_until(self, until: float, method: str, *arguments: Any) -> list[str]:
