@@ -1,13 +1,13 @@
 """What each transport of weights costs: the time to publish a version, to stage it on replicas of one machine and to
 install it, and the copies and bytes that this takes.
 
-Run by hand: `python benchmarks/transport.py [--megabytes 600] [--bucket-mb 64]` for two replicas of the embedded
+Run by hand: `python benchmarks/transport.py [--megabytes 200] [--bucket-mb 64]` for two replicas of the embedded
 sampler, and `python benchmarks/transport.py --vllm` for one vLLM engine on the CPU with a model of 302 M parameters in
 bfloat16, which also measures how long its sampling is stopped. The other processes of a run take part: the trainer's,
 which writes each version into its shared memory, the weights store, and the replicas. Copies are the growth of the
-machine's shared memory (`Shmem`) while one version is published and staged, and bytes are those on the loopback device
-until it is installed, both divided by the size of the version; so nothing else may use them meanwhile. Transports are
-measured in turn in one run; figures are medians.
+machine's shared memory (`Shmem`) while one version is published and staged. Bytes are those that the machine sends over
+all its network devices until the version is installed. Both are divided by the size of the version; nothing else may
+use shared memory or the network meanwhile. Transports are measured in turn in one run; figures are medians.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def shared_bytes() -> int:
 
 
 def looped_bytes() -> int:
-    """Bytes that processes of this machine have sent to each other over the network."""
+    """Bytes that this machine has sent over all its network devices, the loopback device included."""
     return sum(counted.bytes_sent for counted in psutil.net_io_counters(pernic=True).values())
 
 
@@ -199,7 +199,7 @@ class Measured:
 
 
 def measure_vllm(transports: dict[str, Transport], wires: dict[str, WeightsWire], bucket_mb: int, rounds: int) -> None:
-    """`wires`: of the transports whose trainer sends to the engine."""
+    """`wires`: the settings of the transports with which the trainer's process sends to the engine."""
     with tempfile.TemporaryDirectory() as path:
         parameters = make_model(Path(path), False)
         replica = ray.remote(VllmReplica).options(num_cpus=0).remote()

@@ -5,7 +5,7 @@ out. `→` names the events that answer an order; `states/orders.py` has the who
 repeated command: its attempt, incarnation or number shows that it is not a new one.
 
 A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
-end.
+end, with a default.
 """
 
 from msgspec import Struct
@@ -14,7 +14,7 @@ from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Ste
 
 
 class Command(Struct, frozen=True, kw_only=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """Base of all commands. `cause`: id of the event that caused it; in the record, the event of the same frame. The
+    """Base of all commands. `cause`: id of the event that caused it; in the record, an event of the same frame. The
     scheduler sets it and the `number` of an order as it gives the command."""
 
     cause: EventId = -1

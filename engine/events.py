@@ -5,7 +5,7 @@ and the time, and passes it to `Scheduler.tick`. An event never says what should
 its incarnation, and events about a group its attempt, so the scheduler can ignore reports about work that has ended.
 
 A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
-end.
+end, with a default.
 """
 
 from msgspec import Struct

@@ -1,5 +1,5 @@
-"""Starts the workers of a local Ray cluster as forks of one that has imported Ray and the engine, which takes longer
-than most tests.
+"""Starts the workers of a local Ray cluster as forks of one that has imported Ray and the engine, because these imports
+take longer than most tests.
 
 Ray starts each worker through a program that prepares its environment. `forked_workers` puts this file in its place:
 the first worker of a node becomes the one that the others are forked from, and ends with the node.
@@ -19,7 +19,7 @@ from typing import Any
 
 PRELOADED = ["ray._private.workers.default_worker", "engine.actors.scheduler_actor", "engine.runtime.local"]
 MODEL = ("torch", "engine.rollout.torch.host_weights", "engine.training.model_trainer")
-"""What a process with a model imports, too."""
+"""What a worker with a model imports in addition."""
 ALSO = "FORKED_WORKERS_IMPORT"
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 """Options of the program that this file replaces."""
@@ -31,7 +31,7 @@ SIZE = 1 << 20
 
 @contextmanager
 def forked_workers(*also: str) -> Iterator[None]:
-    """A cluster that this process starts meanwhile forks its workers, of a process that has imported `also`, too."""
+    """A cluster that this process starts in this context forks its workers from one that has also imported `also`."""
     import pytest
     from ray._private import ray_constants
 
@@ -42,7 +42,8 @@ def forked_workers(*also: str) -> Iterator[None]:
 
 
 def serve(requests: socket.socket, raylet: int) -> dict[str, Any] | None:
-    """Fork a worker for each request. Returns its request in the worker, and None once the node has ended."""
+    """Fork a worker for each request. Returns its request in the worker, and None in this process once the node has
+    ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     node = os.pidfd_open(raylet)
     watch = select.poll()
@@ -83,7 +84,8 @@ def request_of(arguments: list[str]) -> dict[str, Any]:
 
 
 def ask(address: str, request: bytes) -> socket.socket | None:
-    """Send a request to the process that forks workers, or become this process: then returns the socket that has it."""
+    """Send a request to the process that forks workers. If there is none, this process becomes it: then returns the
+    socket from which it accepts requests, this one first."""
     while True:
         requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

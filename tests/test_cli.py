@@ -452,7 +452,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr()
     assert handles[0].drained == "interrupted by the user" and handles[0].stopped is None and handles[0].closed
-    assert "draining: rewards that are due are computed, the current batch is trained and a checkpoint " in said.out
+    assert "draining: pending rewards are computed, the current batch is trained and a checkpoint " in said.out
     assert "is written; interrupt again to stop now" in said.out
     assert "interrupted; the run is in here" in said.err
     assert "run drained" in said.out

@@ -26,7 +26,7 @@ from engine.training.shared_weights import (
 )
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "engine.rollout.torch.host_weights"])  # a process imports these for seconds
+FORKS.set_forkserver_preload(["torch", "engine.rollout.torch.host_weights"])  # importing these takes seconds
 WIDE = 4 << 20
 """float32 values of the large tensor."""
 

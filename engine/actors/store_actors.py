@@ -169,7 +169,7 @@ class RemoteWeights:
                     trainer = await self._store.publisher.remote()
                     manifest = await trainer.manifest.remote(version)
         except (EngineError, TimeoutError) as error:
-            said = str(error) or f"the trainer does not answer within {self._wire.timeout_s:g} s"
+            said = str(error) or f"the trainer did not answer within {self._wire.timeout_s:g} s"
             log.warning("version %s is taken from the weights store: %s", version, said)
             return None
         return SentByTrainer(

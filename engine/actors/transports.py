@@ -91,7 +91,7 @@ class SentByTrainer:
 
 class Senders:
     """The trainer's process as the sender of the newest published version. Each engine has a process group of its own,
-    so an engine that dies or hangs delays no other. At most one group for each replica, for its newest incarnation."""
+    so an engine that dies or hangs delays no other. A replica has at most one group: that of its newest incarnation."""
 
     def __init__(self, wire: WeightsWire) -> None:
         self._wire = wire
@@ -222,7 +222,7 @@ class Exchange:
 
     def _ask(self, call: WeightsCall) -> None:
         """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed. Then the group is
-        closed: another thread may be sending to workers that do not receive, which has no limit over NCCL."""
+        closed: another thread may be sending to workers that do not receive, which would hang over NCCL."""
         asked: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._calls.put_nowait, (call, asked))
         try:

@@ -287,7 +287,7 @@ def _watch(
 def _follow(handle: "RunHandle", view: "RunView", interrupts: Interrupts) -> "Status | None":
     """Show a run until it ends. The first interrupt drains it, the second stops it, the third ends this process."""
     status: Status | None = None
-    draining = "draining: rewards that are due are computed, the current batch is trained and a checkpoint is written"
+    draining = "draining: pending rewards are computed, the current batch is trained and a checkpoint is written"
     orders = [
         (handle.drain, f"{draining}; interrupt again to stop now"),
         (handle.stop, "stopping now; interrupt again to end this process at once"),

@@ -90,8 +90,8 @@ class RolloutSection(Section):
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
         "gloo",
-        description="Backend of distributed and vllm. nccl needs separate GPUs for the trainer and the replicas; with "
-        "distributed, also for scorers and the weights store.",
+        description="Backend of distributed and vllm. nccl needs separate GPUs for the trainer, each replica and each "
+        "scorer; with distributed, also for the weights store.",
     )
     transport_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds without an answer from the other side after which a transfer fails."

@@ -194,8 +194,8 @@ class _Case:
         trains = self.trainer.get("training", 0.0) + self.trainer.get("scoring", 0.0)
         rewarded = self.idle.get("reward", 0.0)
         if rewarded > max(trains, self.busy):
-            cause = "because groups waited for rewards or added states, which no estimate covers"
-            fix = "make these faster, or raise their concurrency (reward.concurrency)"
+            cause = "because groups waited for rewards, the trajectory store or added states, which no estimate covers"
+            fix = "make these faster, or raise their concurrency, for example reward.concurrency"
             return f"no advice: slots were idle {percent(rewarded)} of the time {cause}; {fix}"
         busy = f"the trainer was busy {percent(trains)} of the time, and slots {percent(self.busy)}"
         return f"no setting would make the run much faster: {busy}"

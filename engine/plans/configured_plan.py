@@ -204,7 +204,7 @@ def transport_settings(rollout: RolloutSection) -> DistributedSettings | None:
     return WeightsWire(
         backend=backend,
         bucket_bytes=bucket_bytes,
-        # A worker whose sender is lost must fail so early that the store's copy can be installed in its place.
+        # A worker whose sender is lost must fail early enough for the store's copy to be installed instead.
         timeout_s=min(rollout.transport_timeout_s, rollout.install_timeout_s / 4),
         limit_s=rollout.install_timeout_s / 2,
     )

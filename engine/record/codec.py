@@ -4,8 +4,9 @@
 
 `msgspec` reads the classes' annotations. What it does not check is checked here: a float must be finite, because replay
 cannot compare NaN. Reading is strict: an unknown tag, a surplus field or a wrong type raises `CodecError`. It raises
-nothing else, allocates at most a fixed multiple of the bytes that it was given, and unpickles nothing. Whoever writes
-reads back what was written, so nothing is recorded or sent that cannot be read.
+nothing else, allocates at most a fixed multiple of the bytes that it was given, and unpickles nothing. `pack_events`,
+and `frames` for headers and ticks, read back what they write, so no event or tick is sent or recorded that cannot be
+read.
 
 Once the format is released, a tag is never reused, fields are added only at the end with a default, and each such
 change raises `frames.FORMAT_VERSION`. Every field is always written.
@@ -41,8 +42,8 @@ class CodecError(EngineError):
 
 
 def pack(value: Any) -> bytes:
-    """Plain values, events and commands as bytes. Raises: `CodecError` for what msgspec cannot encode, such as integers
-    beyond 64 bits and invalid Unicode. It takes more than can be read back, such as sets and dates."""
+    """Plain values, events and commands as bytes. It also takes values that cannot be read back, such as sets and
+    dates. Raises: `CodecError` for what msgspec cannot encode, such as integers beyond 64 bits and invalid Unicode."""
     try:
         data = _encode(value)
     except UnicodeEncodeError as error:
@@ -79,11 +80,11 @@ unpack = unpacker(Any)
 
 
 def _number_or_text(value: Any) -> Any:
-    """An object of a subclass as one of its plain class, for example a float of numpy."""
+    """Convert an object of a subclass, such as a float of numpy, to the plain class."""
     for plain in (float, int, str):
         if isinstance(value, plain):
             return plain(value)
-    raise TypeError(f"{value!r:.100} is a {type(value).__name__}")
+    raise TypeError(f"{value!r:.100} is of type {type(value).__name__}; use numbers, texts, lists and dicts")
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_number_or_text).encode
@@ -151,4 +152,4 @@ _FLOATS = {
     cls: tuple(name for name, hint in fields.items() if hint in (float, tuple[float, ...]) and name != "at")
     for cls, fields in _FIELDS.items()
 }
-"""Fields of each class that have floats, without the time of an event, which its tick checks."""
+"""The fields of each class that hold floats, without the time of an event, which `decode_frame` checks."""

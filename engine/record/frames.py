@@ -58,7 +58,7 @@ SCHEDULE = Contents(
 
 
 Number = Annotated[int, Meta(ge=0)]
-"""Of a tick, or of an event before it is typed."""
+"""The number of a tick, or a number of ticks or events: from 0."""
 
 
 class Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -159,7 +159,7 @@ def encode_snapshot(ticks: int, position: EventId, plain: Sequence[Any]) -> byte
 
 
 def _encode(frame: Tick | Rejected) -> bytes:
-    """Read back what is written: no other check is needed. If it cannot be read, name the field."""
+    """Read back what is written, so that no other check is needed. Raises: `CodecError`, which names a wrong field."""
     try:
         data = pack(frame)
         decode_frame(data)

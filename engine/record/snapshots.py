@@ -125,7 +125,7 @@ def _is_record(hint: Any) -> bool:
 
 @lru_cache
 def _plain_type(hint: Any) -> Any:
-    """A type with the declared fields of each record in it."""
+    """The type of the plain values of a type: each record in it becomes an array of its declared fields."""
     if hint is Command:
         return AnyCommand
     if _is_record(hint):
@@ -143,7 +143,7 @@ Fill = Callable[[Any, Any], Any]
 
 @lru_cache
 def _fill(hint: Any) -> Fill | None:
-    """How values of a type are made of those of its plain type; None: they are the same."""
+    """The function that makes values of a type from those of its plain type; None: they are the same."""
     if _is_record(hint):
         return _record(hint)
     args = get_args(hint)

@@ -85,7 +85,7 @@ class DistributedSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsWire(DistributedSettings):
-    """The trainer's process sends weights to the workers of vLLM engines. NCCL has no limit of `timeout_s`."""
+    """The trainer's process sends weights to the workers of vLLM engines. `timeout_s` does not limit NCCL."""
 
     limit_s: float
     """Seconds that an engine may take for one call. Then the process group is closed."""

@@ -148,7 +148,7 @@ def draw_prompts(
 
 
 MAX_DESCRIBED = 1 << 20
-"""Maximum length of the descriptions of prompts in one event."""
+"""Maximum length of the descriptions of prompts in one event, in characters."""
 
 
 def _descriptions(prompts: Prompts, groups: Sequence[GroupId], columns: Sequence[str]) -> str:

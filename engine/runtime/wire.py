@@ -1,4 +1,4 @@
-"""The format of messages between the actors: orders with their prompts as bytes; calls gathered and in their order.
+"""Messages between the actors: orders with their prompts as bytes, items gathered into calls, and messages in order.
 
 Events and commands use the record's strict format. Prompts are pickled, as Ray does with every call: they pass only
 between processes of one run and are never read from disk. Trajectories are not pickled: `storage.group_codec`.
@@ -49,8 +49,8 @@ Message = tuple[int, int, bytes]
 MAX_ITEMS = 4096
 """Maximum number of items of one call."""
 GATHER_S = 0.002
-"""Minimum seconds between a call and the next, in which items gather. A call through Ray takes a millisecond of
-processor time, however many items it has."""
+"""Minimum seconds between the end of a call and the next call, in which items gather. A call through Ray takes a
+millisecond of processor time, however many items it has."""
 
 
 class GatheredCalls(Generic[Item]):

@@ -162,7 +162,8 @@ class Decisions:
         elif isinstance(error, _MemoryRefused):
             did, answer = f"left a memory that cannot be stored ({error}): {MEMORY_LAW}", ""
         else:
-            # With `builtin`, the text becomes part of the state, which must not depend on the lines of the user's file.
+            # With on_error: builtin, the text becomes part of the state, which must not depend on line numbers of the
+            # user's file.
             place = place_of(error) if self.policies.on_error == "stop" else ""
             did, answer = f"raised {describe_error(error)}{place}", ""
         seen = self.describe_view()
@@ -177,7 +178,7 @@ class Decisions:
         """Store a policy's memory after an answer. Raises: `_MemoryRefused` if msgpack cannot hold it."""
         memory = self._remembering[decision].memory
         if type(memory) is not dict:
-            raise _MemoryRefused(f"a {type(memory).__name__}")
+            raise _MemoryRefused(f"it is a {type(memory).__name__}, not a dict")
         try:
             packed = _pack(memory)
             if packed != self.state.policies.memory.get(decision):

@@ -129,7 +129,7 @@ class Group:
         self.rare = NO_RARE_FACTS if noted == NO_RARE_FACTS else noted
 
     def share(self) -> None:
-        """Replace parts by the equal ones that groups share."""
+        """Replace each part by the equal one that other groups share, if there is one."""
         self.admission = admit(*self.admission)
         self.stored = NOTHING_STORED if self.stored == NOTHING_STORED else self.stored
         self.outcome = NO_OUTCOME if self.outcome == NO_OUTCOME else self.outcome

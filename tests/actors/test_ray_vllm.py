@@ -49,7 +49,7 @@ def tree(made: Path, gate: Path) -> dict[str, Any]:
 
 
 def first_stored(run: RunHandle, run_dir: Path) -> tuple[ReplicaId, GroupId]:
-    """Of the replica that is up first: it may get all groups."""
+    """The replica and the group of the first stored prefix. The replica that is up first may get all groups."""
     for _ in run.updates():
         for stored in events_of(run_dir, PrefixStored):
             return stored.replica, stored.group

@@ -126,8 +126,9 @@ def test_a_balanced_run_has_nothing_to_gain() -> None:
     )
     waiting = [span._replace(idle_s=(("reward", 1e9),)) for span in history.idle]
     assert advise(replace(history, idle=tuple(waiting))).lines == (
-        "no advice: slots were idle 100 % of the time because groups waited for rewards or added states, which no "
-        "estimate covers; make these faster, or raise their concurrency (reward.concurrency)",
+        "no advice: slots were idle 100 % of the time because groups waited for rewards, the trajectory store or added "
+        "states, which no estimate covers; make these faster, or raise their concurrency, for example "
+        "reward.concurrency",
     )
 
 

@@ -103,7 +103,7 @@ UNWRITABLE: list[tuple[Event | Command, str]] = [
     (replace(TRAIN, groups=(1, True)), "TrainStep.groups .*got `bool`"),
     (replace(MEASURED, rewards=(1.0, nan)), "RowsMeasured.rewards .* must be finite"),
     (SetTimer(timer=1, name="drain", delay_s=inf, cause=9), "SetTimer.delay_s is inf"),
-    (SetTimer(timer=1, name=object(), delay_s=1.0, cause=9), "SetTimer.name cannot be recorded: .* is a object"),
+    (SetTimer(timer=1, name=object(), delay_s=1.0, cause=9), "SetTimer.name cannot be recorded: .* is of type object"),
     (Event(id=9, at=1.25), "Event is not in the record's table"),
 ]
 

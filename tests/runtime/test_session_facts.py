@@ -250,7 +250,7 @@ def test_a_late_fact_of_an_earlier_life_has_no_effect() -> None:
 
 
 class Double(float):
-    """As numpy's float64 is one."""
+    """A subclass of float, as numpy's float64 is."""
 
 
 def test_a_number_of_a_subclass_becomes_a_plain_one() -> None:

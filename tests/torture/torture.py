@@ -296,7 +296,7 @@ def one(seed: int, mode: str) -> Result | None:
 
 
 def held(points: list[tuple[int, str]], jobs: int) -> Iterator[tuple[tuple[int, str], Result | None]]:
-    """Every (seed, mode) in order with its result; only those that have ended, where somebody stops this before."""
+    """Each (seed, mode) with its result, in order. If the program is interrupted, only those that have ended."""
     with ThreadPoolExecutor(jobs) as pool:
         begun = [pool.submit(one, *point) for point in points]
         try:

@@ -26,7 +26,7 @@ class HeldVersion(WeightSource):
 
     tensors: Mapping[str, torch.Tensor]
     device: str
-    """Where messages are made. A GPU reads the trainer's pinned memory at its link's full speed."""
+    """Where messages are assembled. A GPU reads the trainer's pinned memory at its link's full speed."""
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._in_order()]
