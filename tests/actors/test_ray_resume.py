@@ -105,7 +105,7 @@ def test_a_killed_run_is_resumed_and_neither_end_leaves_a_process(tmp_path: Path
     shown, complained = again.communicate(timeout=200)
     assert again.returncode == 130, shown + complained
     assert complained.startswith("engine: interrupted; ") and complained.count("\n") == 1
-    assert "draining: the current batch is trained" in shown and "run drained" in shown
+    assert "draining: pending rewards are computed" in shown and "run drained" in shown
     assert not (run_dir / "control.json").exists()
     check_record(run_dir)
     steps = steps_of(run_dir)
