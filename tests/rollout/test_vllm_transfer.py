@@ -49,7 +49,12 @@ class Holder:
     spoils: str = ""
     """The call whose argument it changes, so that the engine refuses it."""
 
+    newer_before_check: dict[str, Any] | None = None
+    """Weights that the trainer publishes just before it is asked for a check."""
+
     async def exchange(self, turn: Turn) -> WeightsCall | None:
+        if isinstance(turn, Check) and self.newer_before_check is not None:
+            self.senders.hold(turn.version + 1, self.newer_before_check)
         if isinstance(turn, WeightsAnswer) and self.calls[-1] == self.fails_after:
             raise EngineError("the trainer is gone")
         call = await self.senders.turn(READER, turn)
@@ -217,6 +222,24 @@ def test_a_checked_install_compares_what_was_sent_with_what_the_holder_has(
         assert_samples(model_of(engine, new), await engine.sample(greedy("after")))
         held = await install(engine, new + 1)
         assert held.calls == UPDATE, "only the first install that succeeds is checked"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("engine", ["qwen2"], indirect=True)
+def test_a_check_that_meets_a_newer_version_is_made_at_the_next_install(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = engine.version + 1
+
+    async def scenario() -> None:
+        monkeypatch.setattr(engine._incoming, "checks", "first")
+        monkeypatch.setattr(engine._incoming, "_was_checked", False)
+        held = await install(engine, new, newer_before_check=model_of(engine, new + 1).state_dict())
+        assert held.calls[-7:] == [*UPDATE, *UPDATE, "outdated"]
+        held = await install(engine, new + 1)
+        assert held.calls == [*UPDATE, *UPDATE, "compare_with"]
+        assert_samples(model_of(engine, new + 1), await engine.sample(greedy("after")))
 
     run(scenario())
 

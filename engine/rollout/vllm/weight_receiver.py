@@ -36,6 +36,9 @@ JOIN_S = 300.0
 process."""
 
 
+NEWER = "the trainer has published a newer version"
+
+
 class Outdated(EngineError):
     """The holder has another version now. The group is as before."""
 
@@ -151,7 +154,8 @@ class Incoming:
 
         A check that is not done by `until` (of `time.monotonic`) proves nothing, so the version is accepted. A second
         load for which too little time is left is not begun: the first took `swap_s`. If it is cut all the same, the
-        version is loaded again without a check, for at most `limit_s`.
+        version is loaded again without a check, for at most `limit_s`. If the trainer has published a newer version
+        before the comparison, this one is accepted, too, and the next one is checked.
 
         Raises: `EngineError` if vLLM does not answer."""
         cut = False
@@ -165,7 +169,7 @@ class Incoming:
         if wrong:
             await self._attempt("end_check", limit_s=limit_s)
         overdue = cut or (bool(wrong) and all(OVERDUE in one for one in wrong))
-        self._was_checked = overdue or not wrong
+        self._was_checked = (overdue or not wrong) and not any(NEWER in one for one in wrong)
         if not overdue:
             return "; ".join(wrong)
         log.warning(
@@ -198,7 +202,7 @@ class Incoming:
             return [f"the check {OVERDUE} while the trainer's process hashed its tensors"]
         assert call is not None
         if call == OUTDATED:
-            return [f"the check {OVERDUE}: the trainer has published a newer version"]
+            return [f"the check {OVERDUE}: {NEWER}"]
         return await self._attempt_until(until, call.name, call.argument)
 
     async def _attempt_until(self, until: float, method: str, *arguments: Any) -> list[str]:
@@ -265,7 +269,7 @@ class Incoming:
             async with asyncio.timeout(limit_s):
                 call = await weights.exchange(turn)
             if call == OUTDATED:
-                raise Outdated("the trainer has published a newer version")
+                raise Outdated(NEWER)
             while call is not None:
                 wrong = await self._carry_out(call, until - time.monotonic())
                 async with asyncio.timeout(left_s(until)):
