@@ -249,6 +249,7 @@ def test_a_compiled_engine_in_bfloat16_samples_with_new_weights(
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # and a process that has not read it
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # another test may have set it
     models = [build("qwen2", version, **WIDE).bfloat16() for version in range(3)]
     models[0].save_pretrained(tmp_path)
     own = {"dtype": "bfloat16", "enforce_eager": False}
