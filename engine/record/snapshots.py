@@ -84,8 +84,9 @@ def first_difference(scheduler: Scheduler, plain: Sequence[Plain]) -> str:
 
 
 def _difference(hint: Any, name: str, here: Plain, there: Plain) -> str:
-    """The path of the first difference between two values of a declared type; empty if there is none."""
-    if here == there:
+    """The path of the first difference between two values of a declared type; empty if there is none. The order of a
+    mapping's keys counts, because decisions follow it."""
+    if pack(here) == pack(there):
         return ""
     for part, inner, mine, theirs in _parts(hint, here, there):
         if found := _difference(inner, f"{name}{part}", mine, theirs):

@@ -254,6 +254,12 @@ def lose_group(plain: list[Any]) -> None:
     groups_in(plain).popitem()
 
 
+def change_order(plain: list[Any]) -> None:
+    groups = groups_in(plain)
+    first = next(iter(groups))
+    groups[first] = groups.pop(first)
+
+
 def lose_everything(plain: list[Any]) -> None:
     plain.clear()
 
@@ -285,6 +291,7 @@ def test_a_snapshot_that_does_not_fit_is_passed_over(change: Callable[[list[Any]
     [
         (change_group, r"State\.groups\.live\[\d+\]\.attempt"),
         (lose_group, r"State\.groups\.live"),
+        (change_order, r"State\.groups\.live"),
         (change_type, r"State\.started"),
     ],
 )
