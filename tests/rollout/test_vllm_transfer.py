@@ -403,7 +403,8 @@ def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:
 
         def shutdown(self) -> None:
             self.ended.set()
-            time.sleep(0.1)
+            limit = cast(threading.Timer, threading.current_thread())
+            assert limit.finished.wait(20.0), "the worker has gone on"
             self.model_update_group = None
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
