@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,6 +44,8 @@ class Holder:
     store: dict[str, Any] | None = None
     """The store's copy; None: it fails, too."""
     calls: list[str] = field(default_factory=list)
+    names: Sequence[str] = ()
+    """The tensors of the last update."""
     fails_after: str = ""
     """The call whose answer it does not take any more."""
     spoils: str = ""
@@ -61,7 +63,9 @@ class Holder:
         if call is None:
             return None
         self.calls.append(call.name)
-        return replace(call, argument={"names": 3}) if call.name == self.spoils else call
+        if call.name == "update_weights":
+            self.names = call.argument["names"]
+        return replace(call, argument=dict.fromkeys(call.argument, 3)) if call.name == self.spoils else call
 
     async def stored(self) -> dict[str, Any]:
         if self.store is None:
@@ -195,6 +199,7 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
         for version in range(first + 2, first + 5):
             held = await install(engine, version, "keep", 50)  # the kept one stops there, in time for the next
             assert held.calls == UPDATE, "the group is formed once"
+            assert len(held.names) == len([*model_of(engine, version).parameters()]), "tied tensors are sent once"
             result = await engine.sample(greedy(f"{version}"))
             assert result.spans == [Span(0, 40, version)]
             assert_samples(model_of(engine, version), result)
@@ -399,6 +404,8 @@ def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:
         def __init__(self) -> None:
             self.ended = threading.Event()
             self.weight_transfer_engine = self
+            model = SimpleNamespace(load_weights=lambda weights: None)
+            self.model_runner = SimpleNamespace(get_model=lambda: model)
             self.model_update_group: object = "open"
 
         def shutdown(self) -> None:
@@ -411,7 +418,7 @@ def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:
             assert self.ended.wait(20.0)
 
     with pytest.raises(TimeoutError, match="did not arrive within"):
-        Waiting().update_in_time({}, 0.01)
+        Waiting().update_in_time({}, {}, 0.01)
 
 
 def test_an_engine_that_has_left_its_group_is_refused() -> None:

@@ -185,25 +185,25 @@ class Incoming:
         return self.checks == "always" or (self.checks == "first" and not self._was_checked)
 
     def _checksums(self, version: Version, weights: Any) -> dict[str, str]:
-        """Of the tensors of a version, under all names in the model."""
-        model = self._area.tensors
-        checksums = checksums_of(model.checked(version, weights))
-        return checksums | {alias: checksums[name] for alias, name in model.aliases.items()}
+        return checksums_of(self._area.tensors.checked(version, weights))
 
     async def _compare(self, version: Version, until: float) -> list[str]:
         """Have the workers compare what they loaded with what was published. Returns what differs."""
-        if version not in self._sent:
-            return await self._attempt_until(until, "compare_with", self._published[version])
-        weights, wanted = self._sent[version]
-        try:
-            async with asyncio.timeout(left_s(until)):
-                call = await weights.exchange(Check(version=version, wanted=wanted))
-        except TimeoutError:
-            return [f"the check {OVERDUE} while the trainer's process hashed its tensors"]
-        assert call is not None
-        if call == OUTDATED:
-            return [f"the check {OVERDUE}: {NEWER}"]
-        return await self._attempt_until(until, call.name, call.argument)
+        if version in self._sent:
+            weights, wanted = self._sent[version]
+            try:
+                async with asyncio.timeout(left_s(until)):
+                    call = await weights.exchange(Check(version=version, wanted=wanted))
+            except TimeoutError:
+                return [f"the check {OVERDUE} while the trainer's process hashed its tensors"]
+            assert call is not None
+            if call == OUTDATED:
+                return [f"the check {OVERDUE}: {NEWER}"]
+            published = call.argument
+        else:
+            published = self._published[version]
+        tied = {alias: published[name] for alias, name in self._area.tensors.aliases.items()}
+        return await self._attempt_until(until, "compare_with", {**published, **tied})
 
     async def _attempt_until(self, until: float, method: str, *arguments: Any) -> list[str]:
         """`_attempt` with a method whose last argument is its limit."""
@@ -283,7 +283,8 @@ class Incoming:
         limit_s = max(0.0, left_s)
         try:
             if call.name == "update_weights":
-                return "; ".join(await self._attempt("update_in_time", *arguments, limit_s, limit_s=limit_s))
+                arguments += [self._area.tensors.aliases, limit_s]
+                return "; ".join(await self._attempt("update_in_time", *arguments, limit_s=limit_s))
             return "; ".join(await self._attempt(call.name, *arguments, limit_s=limit_s))
         except EngineError as error:
             return str(error)
@@ -325,9 +326,8 @@ def left_s(until: float) -> float:
 
 
 def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:
-    """(name in the model, name in the manifest) for every name of the model, including tied names: vLLM may keep a
-    packed copy for each, and does not update names that are not given. Raises: `EngineError` that names what does not
-    fit."""
+    """(name in the model, name in the manifest) for every tensor of the model. Raises: `EngineError` that names what
+    does not fit."""
     shapes = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in manifest.tensors]
     owners: dict[str, tuple[str, int]] = {}
     for name, index in manifest.names:
@@ -339,7 +339,4 @@ def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> t
                 "were published", version=version, name=name,
             )  # fmt: skip
     model.checked(version, {name: shapes[index] for name, index in manifest.names})
-    return tuple(
-        [(name, owners[name][0]) for name in model.shapes]
-        + [(alias, owners[owner][0]) for alias, owner in model.aliases.items()]
-    )
+    return tuple([(name, owners[name][0]) for name in model.shapes])

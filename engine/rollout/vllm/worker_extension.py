@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,19 +187,32 @@ class WeightsExtension:
         if not self._loads_everything:
             raise RuntimeError("no install has shown yet that it replaces every parameter")
 
-    def update_in_time(self, update_info: dict[str, Any], limit_s: float) -> None:
-        """vLLM's `update_weights`. After `limit_s` the group is closed, because over NCCL a worker would wait without a
-        limit for a sender that is lost. Raises: `TimeoutError` then, else any exception of vLLM."""
+    def update_in_time(self, update_info: dict[str, Any], aliases: Mapping[str, str], limit_s: float) -> None:
+        """vLLM's `update_weights`. `aliases`: as for `load_staged`. After `limit_s` the group is closed, because over
+        NCCL a worker would wait without a limit for a sender that is lost. Raises: `TimeoutError` then, else any
+        exception of vLLM."""
         engine = self.weight_transfer_engine
         limit = threading.Timer(limit_s, engine.shutdown)
         limit.start()
         try:
-            self.update_weights(update_info)  # type: ignore[attr-defined]
+            with self._loading_tied_names(aliases):
+                self.update_weights(update_info)  # type: ignore[attr-defined]
         finally:
             limit.cancel()
             limit.join()  # it may be closing the group
         if engine.model_update_group is None:
             raise TimeoutError(f"the weights did not arrive within {limit_s:g} s")
+
+    @contextmanager
+    def _loading_tied_names(self, aliases: Mapping[str, str]) -> Iterator[None]:
+        """Context manager: the model loads tensors also under their tied names."""
+        model = self.model_runner.get_model()
+        load = model.load_weights
+        model.load_weights = lambda weights: load(with_aliases(iter(weights), aliases))
+        try:
+            yield
+        finally:
+            model.load_weights = load
 
     def abandon_weight_update(self) -> None:
         """After a failed update by vLLM's weight transfer: leave the group and drop the partly received weights."""
