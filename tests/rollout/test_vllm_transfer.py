@@ -367,6 +367,22 @@ def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) 
     assert time.monotonic() - began < WIRE.timeout_s
 
 
+def incoming_to(area: Any, sent: Any) -> weight_receiver.Incoming:
+    """Of an engine that does everything at once, for version 1."""
+
+    async def answer(asked: Any, limit_s: float) -> list[list[str]]:
+        return [[""]]
+
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        engine_core=SimpleNamespace(call_utility_all_async=lambda *given: None),
+    )
+    incoming = weight_receiver.Incoming(area, engine, answer, 1.0, "never")
+    incoming._sent[1] = sent, ()
+    return incoming
+
+
 @pytest.mark.parametrize(("store_hangs", "why"), [(False, "the store is gone"), (True, "no answer in time")])
 def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs(store_hangs: bool, why: str) -> None:
     """With weights whose group was left, as after a failed install."""
@@ -381,19 +397,37 @@ def test_an_install_does_not_wait_longer_than_its_limit_for_a_trainer_that_hangs
                 await asyncio.Event().wait()
             raise EngineError("the store is gone")
 
-    async def answer(asked: Any, limit_s: float) -> list[list[str]]:
-        return [[""]]
-
-    parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
-    engine = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=parallel),
-        engine_core=SimpleNamespace(call_utility_all_async=lambda *given: None),
-    )
-    incoming = weight_receiver.Incoming(cast(Any, None), engine, answer, 1.0, "never")
-    incoming._sent[1] = cast(Any, Hung()), ()
-    wrong = asyncio.run(asyncio.wait_for(incoming.swap(1, 0.2), 20.0))
+    wrong = asyncio.run(asyncio.wait_for(incoming_to(None, Hung()).swap(1, 0.2), 20.0))
     not_sent, not_stored = "the weights did not arrive within 0.1 s", "the copy in the weights store could not be used"
     assert wrong == f"{not_sent}; {not_stored}: {why}"
+
+
+def test_an_install_does_not_end_before_the_copy_of_the_store_is_staged() -> None:
+    """Otherwise a later install of the version could lose its files to the thread that stages it."""
+    begun, ends = threading.Event(), threading.Event()
+
+    class Sent:
+        async def exchange(self, turn: Turn) -> WeightsCall | None:
+            raise EngineError("the trainer is gone")
+
+        async def stored(self) -> Any:
+            return {}
+
+    def write(version: int, weights: Any) -> None:
+        begun.set()
+        assert ends.wait(20.0)
+
+    area = SimpleNamespace(write=write, directory=lambda version: "files", tensors=SimpleNamespace(aliases={}))
+    incoming = incoming_to(area, Sent())
+
+    async def scenario() -> None:
+        swap = asyncio.create_task(incoming.swap(1, 0.0))
+        await asyncio.to_thread(begun.wait, 20.0)
+        assert not swap.done()
+        ends.set()
+        assert await swap == ""
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:

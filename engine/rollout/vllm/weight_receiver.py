@@ -116,7 +116,8 @@ class Incoming:
             log.warning("version %s is taken from the weights store: %s", version, not_sent)
             try:
                 async with asyncio.timeout(left_s(until)):
-                    await self._write(version, await weights.stored())
+                    stored = await weights.stored()
+                await self._write(version, stored)  # no limit: its thread would go on, and disturb the next install
             except (EngineError, TimeoutError) as error:
                 why = str(error) or "no answer in time"
                 return f"{not_sent}; the copy in the weights store could not be used: {why}"
