@@ -153,6 +153,7 @@ class Exchange:
         self._asked: concurrent.futures.Future[str] | None = None
         self._work: asyncio.Future[None] | None = None
         self._sender: Any = None
+        self._closed = False
 
     async def join(self, workers: int) -> WeightsCall | None:
         return await self._begin(lambda: self._make(workers))
@@ -173,7 +174,9 @@ class Exchange:
         return await self._next()
 
     def close(self) -> None:
-        """Close the group: waiting calls fail, and no new ones start."""
+        """Close the group: waiting calls fail, and no new ones start. A group that is still being formed is closed
+        afterwards."""
+        self._closed = True
         waiting = [] if self._asked is None else [self._asked]
         while not self._calls.empty():
             waiting.append(self._calls.get_nowait()[1])
@@ -218,7 +221,12 @@ class Exchange:
         wire = self._wire
         host = ray.util.get_node_ip_address()
         info = trainer_info(wire.backend, host, workers, bucket_bytes=wire.bucket_bytes, timeout_s=wire.timeout_s)
-        self._sender = Sender(self._ask, info)
+        self._loop.call_soon_threadsafe(self._hold, Sender(self._ask, info))
+
+    def _hold(self, sender: Any) -> None:
+        self._sender = sender
+        if self._closed:
+            self.close()
 
     def _ask(self, call: WeightsCall) -> None:
         """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed. Then the group is

@@ -476,6 +476,37 @@ def test_a_group_that_does_not_come_about_is_given_up_in_time() -> None:
     run(scenario())
 
 
+def test_a_group_that_is_formed_too_late_is_closed_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over NCCL, whose rendezvous has no limit."""
+    from engine.rollout.vllm import weight_sender
+
+    begun, ends, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Stuck:
+        def __init__(self, ask: Any, info: Any) -> None:
+            begun.set()
+            assert ends.wait(20.0)
+
+        def close(self) -> None:
+            closed.set()
+
+    async def scenario() -> None:
+        senders = Senders(replace(WIRE, timeout_s=1.0, limit_s=1.0))
+        monkeypatch.setattr(weight_sender, "Sender", Stuck)
+        late = asyncio.create_task(senders.turn(READER, Join(group="late", workers=1)))
+        await asyncio.to_thread(begun.wait, 20.0)
+        monkeypatch.undo()
+        call = await senders.turn(READER, Join(group="next", workers=1))
+        assert call is not None and call.name == "init_weight_transfer_engine"
+        ends.set()
+        assert await late is None
+        assert await asyncio.to_thread(closed.wait, 20.0)
+        assert senders._conversations[READER].group == "next"
+        senders._conversations[READER].close()
+
+    run(scenario())
+
+
 def test_a_late_answer_is_refused_with_the_reason_why_the_work_failed() -> None:
     async def scenario() -> None:
         senders = Senders(replace(WIRE, timeout_s=0.2, limit_s=0.2))
