@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no source": (
         {},
         {"curriculum": {"stages": [{"weights": {"maths": 1.0}}]}},
-        r"stages\.0\.weights 'maths' is not the name of a source; did you mean math\?",
+        r"stages\.0\.weights 'maths' is not the name of a source; use one of math, code; did you mean math\?",
     ),
     "no weight": ({}, {"curriculum": {"stages": [{"weights": {"math": 0.0}}]}}, r"stages\.0\.weights.* are all 0"),
     "no end": (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.recorded_run import record_errors, takes_run
 from engine.cli.run_state import require_address, status
-from engine.errors import ConfigError, RecordError, suggestion
+from engine.errors import ConfigError, RecordError, choice
 
 if TYPE_CHECKING:
     from engine.control.requests import Operation
@@ -170,4 +170,4 @@ def require_live(path: str) -> str:
         raise ConfigError("PATH", path, f"cannot be changed while the run is running: {LAWS[path]}", settings)
     if path in dict(fields()):
         raise ConfigError("PATH", path, "cannot be changed while the run is running", "set it in a new run")
-    raise ConfigError("PATH", path, "is not a setting of a running run", suggestion(path, live, settings))
+    raise ConfigError("PATH", path, "is not a setting of a running run", choice(path, live, settings))

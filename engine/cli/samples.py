@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.interrupts import page_console
 from engine.cli.json_output import json_line
-from engine.errors import ConfigError, suggestion, visible
+from engine.errors import ConfigError, choice, visible
 from engine.metrics.journal import validation_rows
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> No
 def _refuse_set(name: str, rows: Sequence[Row]) -> None:
     """Raises: `ConfigError` that names the sets with samples."""
     names = sorted({row["validation_set"] for row in rows})
-    raise ConfigError("--set", name, "has no samples", suggestion(name, names, f"use one of {', '.join(names)}"))
+    raise ConfigError("--set", name, "has no samples", choice(name, names))
 
 
 def wanted(arguments: argparse.Namespace) -> Callable[[Row], bool]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, choice
 from engine.section import Section
 from engine.tasks.chat import GIVEN, ChatSettings
 from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate, SourceFiles
@@ -211,8 +211,7 @@ def _refuse_curriculum(data: DataSection) -> None:
         field = f"data.curriculum.stages.{index}"
         for name in stage.weights:
             if name not in names:
-                fix = suggestion(name, names, f"use one of {', '.join(names)}")
-                raise ConfigError(f"{field}.weights", name, "is not the name of a source", fix)
+                raise ConfigError(f"{field}.weights", name, "is not the name of a source", choice(name, names))
         if not any(stage.weights.values()):
             raise ConfigError(f"{field}.weights", stage.weights, "are all 0", "give one source a weight above 0")
     _refuse_ends(curriculum)

@@ -8,7 +8,7 @@ from engine.config.reward import refuse_rewards
 from engine.config.sections import Sections
 from engine.config.trainer import refuse_idle_gpus
 from engine.config.validation import validation_sets
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, choice
 from engine.rollout.vllm.engine_args import LORA_RANKS
 from engine.scheduling.settings import require_time_for_rewards
 from engine.states.limits import PUBLISHING, Limits, ValidationLimits
@@ -160,7 +160,7 @@ def _refuse_best(config: Sections, limits: ValidationLimits | None) -> None:
         return
     known = metric_names(limits.measured_sets)
     if best.metric not in known:
-        fix = suggestion(best.metric, known, f"use one of {', '.join(known)}")
+        fix = choice(best.metric, known)
         raise ConfigError("trainer.keep_best.metric", best.metric, "is not a validation metric", fix)
     every = config.validation.every
     for field, step in (

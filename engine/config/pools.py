@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.config.sections import PoolSection, Sections
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, choice
 from engine.ids import ReplicaId
 from engine.states.limits import REWARDING, TASKS, TRAINER_TASKS, AddedState, Limits, Pool
 
@@ -157,8 +157,7 @@ def _check_names(pools: Sequence[PoolSection]) -> None:
     for place, pool in _placed(pools):
         for task in pool.tasks:
             if task not in TASKS:
-                fix = suggestion(task, TASKS, f"use one of {', '.join(TASKS)}")
-                raise ConfigError(f"{place}.tasks", task, "is not a task", fix)
+                raise ConfigError(f"{place}.tasks", task, "is not a task", choice(task, TASKS))
         if len(set(pool.tasks)) < len(pool.tasks):
             fix = f"use {list(dict.fromkeys(pool.tasks))}"
             raise ConfigError(f"{place}.tasks", pool.tasks, "names a task twice", fix)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.config.schema import Config
-from engine.errors import ConfigError, DataFailure, describe_error, suggestion
+from engine.errors import ConfigError, DataFailure, choice, describe_error
 from engine.tasks.chat import ChatSettings, PromptRenderer, has_template, render, template_arguments, turn_end
 from engine.tasks.dataset import Dataset
 from engine.tasks.prompt_lengths import PromptLimit
@@ -93,9 +93,8 @@ def check_template(config: Config, tokenizer: Any, model: str) -> None:
     known = template_arguments(tokenizer) if data.chat_template_kwargs else []
     for name in data.chat_template_kwargs:
         if name not in known:
-            shown = f"use one of {', '.join(known)}" if known else "remove it"
             law = f"the chat template of model.path {model} does not read the argument {name!r}"
-            raise ConfigError("data.chat_template_kwargs", name, law, suggestion(name, known, shown))
+            raise ConfigError("data.chat_template_kwargs", name, law, choice(name, known, "" if known else "remove it"))
 
 
 def _check_system_prompt(config: Config, tokenizer: Any, model: str) -> None:

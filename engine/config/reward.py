@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, choice
 from engine.section import NAMED, Section
 from engine.states.limits import BOUNDS
 
@@ -129,7 +129,7 @@ def refuse_rewards(reward: RewardSection) -> None:
     for name in reward.correct_names:
         if name not in names:
             law = "is not the name of one of reward.functions"
-            fix = suggestion(name, names, f"use {' or '.join(names)}" if names else "remove it")
+            fix = choice(name, names, "" if names else "remove it")
             raise ConfigError("reward.correct", reward.correct, law, fix)
     for index, part in enumerate(reward.functions):
         field = f"reward.functions.{index}"

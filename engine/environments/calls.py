@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.environments.protocol import Tool
-from engine.errors import EngineError, describe_error, message_of, suggestion
+from engine.errors import EngineError, choice, describe_error, message_of
 from engine.protocols.user_code import HangingCalls, awaited, stack_of
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Toolbox:
         if name in self._names:
             return None
         known = f"the tools are {', '.join(self._names)}" if self._names else "there are no tools"
-        raise ToolError(f"there is no tool {name!r}; {suggestion(name, self._names, known)}")
+        raise ToolError(f"there is no tool {name!r}; {choice(name, self._names, known)}")
 
 
 def _model_of(function: Callable[..., Any], name: str) -> type[BaseModel]:

@@ -6,7 +6,7 @@ crosses Ray.
 
 import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -143,6 +143,13 @@ def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: 
     before the name, such as its section or directory. `alike`: the least similarity, up to 1."""
     near = get_close_matches(shortened(name), list(known), n=1, cutoff=alike)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
+
+
+def choice(name: str, known: Sequence[str], listed: str = "", *, prefix: str = "") -> str:
+    """The fix for an unknown name of a few: all known names, because the nearest may be far from what was meant, then
+    the nearest. `listed`: the sentence that lists them, if it is not "use one of ..."."""
+    nearest = suggestion(name, known, prefix=prefix)
+    return "; ".join(filter(None, [listed or f"use one of {', '.join(known)}", nearest]))
 
 
 class RunFinished(ConfigError):

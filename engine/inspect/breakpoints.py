@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from engine.commands import COMMANDS, Command, TrainStep
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, choice
 from engine.events import EVENTS, Event, PromptsDrawn
 from engine.inspect.machines import MACHINES
 from engine.record import Tick
@@ -116,6 +116,6 @@ def parse_breakpoint(text: str, added_states: Iterable[str] = ()) -> Breakpoint:
     if relation != "=":
         raise ConfigError("breakpoint", text, f"must be {name}=VALUE: only numbers have an order", "")
     if value not in known[name]:
-        fix = suggestion(value, known[name], f"use one of {', '.join(known[name])}", prefix=f"{name}=")
+        fix = choice(value, known[name], prefix=f"{name}=")
         raise ConfigError("breakpoint", text, f"names a {name} that does not exist", fix)
     return Breakpoint(text.strip(), f"{name}s", "=", value)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError, describe_error, suggestion
+from engine.errors import ConfigError, choice, describe_error
 from engine.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
@@ -124,7 +124,7 @@ def forget(classes: Collection[type]) -> None:
 def _build(decision: str, name: str) -> Any:
     found = _REGISTERED[decision].get(name)
     if found is None:
-        fix = suggestion(name, _REGISTERED[decision], f"use one of {', '.join(names(decision))}")
+        fix = choice(name, names(decision))
         raise ConfigError(f"scheduler.policies.{decision}", name, "is not a registered policy", fix)
     try:
         return found()
@@ -179,7 +179,7 @@ class PolicySet:
         known = [f.name for f in fields(cls) if f.name != "names"]
         for decision in chosen:
             if decision not in known:
-                fix = suggestion(decision, known, f"use one of {', '.join(known)}")
+                fix = choice(decision, known)
                 law = "this decision does not exist"
                 raise ConfigError(f"scheduler.policies.{decision}", chosen[decision], law, fix)
         resolved = {**DEFAULTS, **chosen}

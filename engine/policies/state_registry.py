@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from engine.errors import ConfigError, describe_error, suggestion
+from engine.errors import ConfigError, choice, describe_error
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, PHASE_AT, group_table
@@ -188,8 +188,8 @@ def _find(name: str) -> tuple[AddedState, Any]:
     found = _ADDED.get(name)
     if found is None:
         known = state_names()
-        otherwise = f"use one of {', '.join(known)}" if known else "name the module that adds it in run.extensions"
-        raise ConfigError("scheduler.states", name, "is not a registered state", suggestion(name, known, otherwise))
+        listed = "" if known else "name the module that adds it in run.extensions"
+        raise ConfigError("scheduler.states", name, "is not a registered state", choice(name, known, listed))
     return found
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, choice
 from engine.tasks.chat import content_of, problem_of, tools_of
 from engine.tasks.data_files import MESSAGES, TOOLS, DataRows, Paths, TableRows, files_of, read_rows
 from engine.trajectory import Prompt
@@ -224,7 +224,7 @@ class _Check:
         for old in self._columns:
             if old not in names:
                 shown = ", ".join(repr(name) for name in [*names][:12]) or "none"
-                fix = suggestion(old, [*names], f"its columns are {shown}")
+                fix = choice(old, [*names], f"its columns are {shown}")
                 law = f"{where} has no column {old!r}, which `columns` renames"
                 raise ConfigError(self._config_field, str(file), law, fix)
 
@@ -317,8 +317,7 @@ def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: 
 
 def _missing_prompt(names: Sequence[str], where: str, file: Path, prompt_field: str, config_field: str) -> None:
     shown = ", ".join(repr(name) for name in names[:12]) or "none"
-    meant = suggestion(prompt_field, names)
-    fix = f"set data.prompt_field to one of {shown}" + (f"; {meant}" if meant else "")
+    fix = choice(prompt_field, names, f"set data.prompt_field to one of {shown}")
     raise ConfigError(config_field, str(file), f"{where} has neither {prompt_field!r} nor 'messages'", fix)
 
 

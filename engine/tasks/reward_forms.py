@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError, DataFailure, suggestion
+from engine.errors import ConfigError, DataFailure, choice
 from engine.tasks.rewards import check_signature
 from engine.trajectory import Prompt, Trajectory
 
@@ -122,7 +122,7 @@ def _check_arguments(function: Any, arguments: Mapping[str, Any], spec: str, con
         known = _parameters_of(function)[2:]
         field = config_field.removesuffix(".function") + ".arguments"
         unknown = next((name for name in arguments if name not in known), "")
-        fix = suggestion(unknown, known, f"{spec} takes {', '.join(known) or 'no arguments'}")
+        fix = choice(unknown, known, f"{spec} takes {', '.join(known) or 'no arguments'}")
         raise ConfigError(field, dict(arguments), f"cannot be passed to {spec}: {error}", fix) from error
 
 

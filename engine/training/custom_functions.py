@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from engine.errors import ConfigError, EngineError, describe_error, place_of, suggestion
+from engine.errors import ConfigError, EngineError, choice, describe_error, place_of
 from engine.protocols.named_code import find
 from engine.protocols.objectives import Needs, needs_of
 
@@ -103,7 +103,7 @@ class CustomFunction:
         except TypeError as error:
             known = list(inspect.signature(found).parameters)[1:]
             unknown = next((name for name in self.arguments if name not in known), "")
-            fix = suggestion(unknown, known, f"{self.spec} takes {', '.join(known) or 'no arguments'}")
+            fix = choice(unknown, known, f"{self.spec} takes {', '.join(known) or 'no arguments'}")
             section, _, last = self.field.rpartition(".")
             named = f"{section}.{'arguments' if last == 'measure' else f'{last}_arguments'}"
             law = f"cannot be passed to {self.spec}: {error}"

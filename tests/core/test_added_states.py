@@ -372,7 +372,7 @@ def test_one_table_serves_the_same_states_and_the_plain_one_none() -> None:
 
 def test_a_state_that_nobody_added_is_refused_with_the_nearest_name() -> None:
     figures = {"train_batch_size": 1, "max_staleness_steps": 0, "max_concurrent_groups": 1}
-    with pytest.raises(ConfigError, match="'weihing' is not a registered state; did you mean weighing"):
+    with pytest.raises(ConfigError, match=r"'weihing' is not a registered state; .*; did you mean weighing"):
         Scripted(**figures, added_states=(AddedState(name="weihing", concurrency=1),))
     with pytest.raises(ConfigError, match="names a state twice"):
         Limits(**figures, added_states=(CHECKING, CHECKING))  # type: ignore[arg-type]

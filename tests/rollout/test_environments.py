@@ -129,7 +129,7 @@ def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
     ("said", "error"),
     [
         (call("sub", a=1), "there is no tool 'sub'; the tools are add, divide"),
-        (call("ad", a=1), "there is no tool 'ad'; did you mean add?"),
+        (call("ad", a=1), "there is no tool 'ad'; the tools are add, divide; did you mean add?"),
         (call("add", a="x"), "add got wrong arguments: a: Input should be a valid integer"),
         (call("add"), "add got wrong arguments: a: Field required"),
         (call("add", a=1, c=2), "add got wrong arguments: c: Extra inputs are not permitted"),

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from engine.commands import Command, MeasureRows, PauseReplica
 from engine.control.requests import MOST_REPLICAS, changes, check_replicas
-from engine.errors import EngineError, suggestion
+from engine.errors import EngineError, choice
 from engine.events import (
     EVENTS,
     BatchScored,
@@ -96,7 +96,7 @@ def answer(order: Command, kind: type[Fact], **data: Any) -> Fact:
     own = {field.name: field for field in structs.fields(kind) if field.name not in ("id", "at")}
     unknown = next((name for name in data if name not in own), None)
     if unknown is not None:
-        fix = suggestion(unknown, own, f"it has {', '.join(own)}")
+        fix = choice(unknown, [*own], f"it has {', '.join(own)}")
         raise IllegalFact(f"{kind.__name__} has no field {unknown}; {fix}")
     repeated = {*relation.id, *relation.echo, *(name for name, field in own.items() if field.required)}
     echo = {name: getattr(order, name) for name in own if name in repeated and hasattr(order, name)}
