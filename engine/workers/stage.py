@@ -51,6 +51,7 @@ KEPT = (
     "logprobs",
     "loss_mask",
     "spans",
+    "text",
     "finish_reason",
     "figures",
     "continues",
@@ -291,6 +292,9 @@ def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
         raise EngineError(f"{who} must return the group, not {type(after).__name__}")
     if after.group != before.group or len(after.trajectories) != len(before.trajectories):
         raise EngineError(f"{who} returned another group, or another number of trajectories")
+    now, then = after.prompt, before.prompt
+    if not isinstance(now, Prompt) or (now.row, now.source, now.text) != (then.row, then.source, then.text):
+        raise EngineError(f"{who} changed the prompt; it may change rewards only")
     for index, (old, new) in enumerate(zip(before.trajectories, after.trajectories, strict=True)):
         changed = [name for name in KEPT if not isinstance(new, Trajectory) or getattr(new, name) != getattr(old, name)]
         if changed:

@@ -151,9 +151,13 @@ async def odd_part(group: TrajectoryGroup) -> Any:
     return group
 
 
-async def odd_text(group: TrajectoryGroup) -> Any:
-    (await praise(group)).trajectories[1].text = None  # type: ignore[assignment]
+async def other_text(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories[1].text = "I agree."
     return group
+
+
+async def other_prompt(group: TrajectoryGroup) -> Any:
+    return replace(await praise(group), prompt=replace(group.prompt, text="Do you agree?"))
 
 
 async def bad_row(group: TrajectoryGroup) -> Any:
@@ -178,12 +182,13 @@ async def leaving(group: TrajectoryGroup) -> Any:
     [
         (tokens, "infrastructure", "changed token_ids of trajectory 1; it may change rewards only"),
         (mask, "infrastructure", "changed loss_mask of trajectory 1"),
+        (other_text, "infrastructure", "changed text of trajectory 1"),
+        (other_prompt, "infrastructure", "changed the prompt; it may change rewards only"),
         (fewer, "infrastructure", "another number of trajectories"),
         (nothing, "infrastructure", "must return the group, not NoneType"),
         (no_rewards, "data", "trajectory 0: it has no reward"),
         (no_number, "data", "trajectory 2: its reward is nan"),
         (odd_part, "data", "group 3, trajectory 1: reward_parts has 'right': None, which must be a name"),
-        (odd_text, "data", "group 3, trajectory 1: text is a NoneType, not a str"),
         (bad_row, "data", "row 7 has no rubric"),
         (broken, "infrastructure", "RuntimeError: the judge is away"),
         (cancelled, "infrastructure", "CancelledError: by its own client"),
