@@ -185,7 +185,7 @@ def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
     ("method", "body", "says"),
     [
         ("__init__(self, width)", "self.width = width", r"TypeError: Mine.__init__\(\) missing .*'width'"),
-        ("__init__(self)", "raise ValueError('no width')", "ValueError: no width"),
+        ("__init__(self)", "raise ValueError('no width')", r"ValueError: no width \(mine\.py:\d+, in __init__\)"),
     ],
 )
 def test_a_policy_that_cannot_be_made_is_refused_by_its_decision_and_name(
@@ -227,7 +227,9 @@ def test_a_module_whose_registration_is_refused_gets_only_that_error(
 
 def test_only_the_error_of_a_missing_module_says_where_modules_are_searched(config: Callable[..., Path]) -> None:
     file = config("raise RuntimeError('out of order')", "states: []")
-    with pytest.raises(ConfigError, match=r"'mine' cannot be imported: RuntimeError: out of order$"):
+    with pytest.raises(
+        ConfigError, match=r"'mine' cannot be imported: RuntimeError: out of order \(mine\.py:1, in <module>\)$"
+    ):
         load_config(file)
     says = r"'none\.such' cannot be imported: .*No module named 'none'; use a module on the Python path or in"
     with pytest.raises(ConfigError, match=says):
@@ -312,7 +314,7 @@ def test_an_entry_point_may_be_a_function(tmp_path: Path) -> None:
 
 def test_a_broken_package_is_named_with_the_reason(tmp_path: Path) -> None:
     install(tmp_path, "raise RuntimeError('out of order')")
-    says = "the extension 'own' of packaged cannot be loaded: RuntimeError: out of order; fix or uninstall packaged"
+    says = r"'own' of packaged cannot be loaded: RuntimeError: out of order \(.*\); fix or uninstall packaged"
     with pytest.raises(ConfigError, match=says):
         load_extensions()
 

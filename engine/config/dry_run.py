@@ -420,6 +420,6 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
     near = suggestion(quoted.group(1), columns) if quoted is not None and quoted.group(1) not in columns else ""
     fix = f"{near} In" if near else "in"
     fix += f" addition to its prompt, the row has the columns {', '.join(columns) or '(none)'}"
-    reason = (str(error) if isinstance(error, DataFailure) else describe_error(error)) + place_of(error)
+    reason = str(error) + place_of(error) if isinstance(error, DataFailure) else describe_error(error)
     reason = reason.removeprefix("raised ").removeprefix("DataFailure: ").replace(f"row {prompt.row} ", "the row ")
     raise ConfigError(field, spec, f"raised on {where}: {reason}", fix)

@@ -20,7 +20,7 @@ LONGEST = 1000
 
 
 def reason_of(error: BaseException) -> str:
-    """`Type: message` of an exception; only the message for the engine's own exceptions."""
+    """What `describe_error` says of an exception; only the message for the engine's own exceptions."""
     return clean(message_of(error) if isinstance(error, EngineError) else describe_error(error))
 
 
@@ -76,8 +76,8 @@ def message_of(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """`Type: message` of an exception."""
-    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+    """`Type: message (my_rewards.py:3, in score)` of an exception: see `place_of`."""
+    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ") + place_of(error)
 
 
 _OTHERS = (__file__.removesuffix("errors/__init__.py"), traceback.__file__.removesuffix("traceback.py"), "<frozen")

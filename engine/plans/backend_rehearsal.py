@@ -16,7 +16,7 @@ from engine.config import Config
 from engine.config.custom_classes import GENERATOR, TRAINER
 from engine.config.dry_run import MADE_ANSWER
 from engine.config.prompts import load_tokenizer, renderer_of, stop_ids_of
-from engine.errors import ConfigError, counted, message_of, place_of
+from engine.errors import ConfigError, counted, describe_error
 from engine.plans.rollouts import make_rollout
 from engine.plans.run_inputs import Inputs, inputs_of
 from engine.plans.state_rehearsal import rehearse_states
@@ -78,7 +78,7 @@ def _bounded(config: Config, work: Any) -> Any:
 
 
 def _refusal(field: str, spec: str, what: str, error: BaseException) -> ConfigError:
-    law = f"{what}: {type(error).__name__}: {message_of(error)}{place_of(error)}"
+    law = f"{what}: {describe_error(error)}"
     return ConfigError(field, spec, law, "correct the class (docs/EXTENDING.md)")
 
 

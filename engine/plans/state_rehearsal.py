@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import Config
-from engine.errors import ConfigError, EngineError, message_of, place_of
+from engine.errors import ConfigError, EngineError, describe_error, message_of, place_of
 from engine.policies.state_registry import METHODS, STEP_METHODS, added_states, work_of
 from engine.protocols import Batch, PublishedWeights
 from engine.states.limits import PUBLISHING, QUEUED, SCORING
@@ -69,6 +69,5 @@ def _called(config: Config, name: str, work: Any, given: Any) -> Any:
         law = f"its work has not ended after {longest_s:g} s (scheduler.state_timeout_s)"
         raise ConfigError("scheduler.states", name, law, fix) from error
     except Exception as error:  # the user's work can raise anything
-        kind = "" if isinstance(error, EngineError) else f"{type(error).__name__}: "
-        law = f"its work failed: {kind}{message_of(error)}{place_of(error)}"
-        raise ConfigError("scheduler.states", name, law, fix) from error
+        shown = message_of(error) + place_of(error) if isinstance(error, EngineError) else describe_error(error)
+        raise ConfigError("scheduler.states", name, f"its work failed: {shown}", fix) from error

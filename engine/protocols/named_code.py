@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from engine.errors import ConfigError, describe_error, place_of, suggestion
+from engine.errors import ConfigError, describe_error, suggestion
 
 Local: TypeAlias = Mapping[str, Any]
 """Functions and classes of the program that other processes cannot import, by the field that names them. They travel
@@ -60,7 +60,7 @@ def _import(name: str, directory: str, spec: str, config_field: str) -> ModuleTy
             hint = f"install {error.name}"
         raise ConfigError(config_field, spec, law, hint) from error
     except (Exception, SystemExit) as error:
-        law = f"importing module {name!r} failed: {describe_error(error)}{place_of(error)}"
+        law = f"importing module {name!r} failed: {describe_error(error)}"
         raise ConfigError(config_field, spec, law, f"make `import {name}` work") from error
 
 

@@ -162,10 +162,10 @@ class Decisions:
         elif isinstance(error, _MemoryRefused):
             did, answer = f"left a memory that cannot be stored ({error}): {MEMORY_LAW}", ""
         else:
-            # With on_error: builtin, the text becomes part of the state, which must not depend on line numbers of the
-            # user's file.
-            place = place_of(error) if self.policies.on_error == "stop" else ""
-            did, answer = f"raised {describe_error(error)}{place}", ""
+            did, answer = f"raised {describe_error(error)}", ""
+            if self.policies.on_error != "stop":
+                # The text becomes part of the state, which must not depend on line numbers of the user's file.
+                did = did.removesuffix(place_of(error))
         seen = self.describe_view()
         did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from engine.errors import RewardFailure, describe_error, place_of
+from engine.errors import RewardFailure, describe_error
 from engine.protocols.named_code import find
 from engine.tasks.reward_forms import bind
 from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
@@ -174,7 +174,7 @@ def _failure(error: BaseException) -> list[Any]:
     if isinstance(error, RewardFailure):
         return ["failed", str(error)]
     story = "".join(traceback.format_exception(error))[-LONGEST_STORY:]
-    return ["raised", f"{describe_error(error)}{place_of(error)}", story, isinstance(error, MemoryError)]
+    return ["raised", describe_error(error), story, isinstance(error, MemoryError)]
 
 
 if __name__ == "__main__":

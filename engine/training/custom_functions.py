@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from engine.errors import ConfigError, EngineError, choice, describe_error, place_of
+from engine.errors import ConfigError, EngineError, choice, describe_error
 from engine.protocols.named_code import find
 from engine.protocols.objectives import Needs, needs_of
 
@@ -77,7 +77,7 @@ class CustomFunction:
         except EngineError:
             raise
         except Exception as error:
-            story = f"{self.field} {self.spec} raised {describe_error(error)}{place_of(error)}"
+            story = f"{self.field} {self.spec} raised {describe_error(error)}"
             raise EngineError(story) from error
 
     def refuse(self, law: str) -> ConfigError:

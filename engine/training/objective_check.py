@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, describe_error, place_of
+from engine.errors import ConfigError, describe_error
 from engine.protocols import AdvantageTerms, Grouping, ImportanceTerms, LossTerms
 from engine.training.custom_functions import CustomFunction
 from engine.training.custom_results import parts_of
@@ -143,7 +143,7 @@ def _called(custom: CustomFunction, terms: Any) -> Any:
     try:
         found = custom(terms)
     except (Exception, SystemExit) as error:
-        law = f"raised on synthetic tensors: {describe_error(error)}{place_of(error)}"
+        law = f"raised on synthetic tensors: {describe_error(error)}"
         missing = [name for name in ("entropies", "reference") if getattr(terms, name, terms) is None]
         if missing and "None" in str(error):
             ways = {"entropies": "@needs(entropies=True)", "reference": "trainer.reference_path"}

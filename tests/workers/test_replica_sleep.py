@@ -128,4 +128,5 @@ async def test_a_replica_that_cannot_be_woken_to_sample_is_broken() -> None:
     await stage.until(1)
     stage.worker.carry_out(resumed())
     await stage.settle()
-    assert stage.broken == ["resuming failed: RuntimeError: wake broke"]
+    (reason,) = stage.broken
+    assert reason.startswith("resuming failed: RuntimeError: wake broke (")

@@ -190,7 +190,7 @@ async def leaving(group: TrajectoryGroup) -> Any:
         (no_number, "data", "trajectory 2: its reward is nan"),
         (odd_part, "data", "group 3, trajectory 1: reward_parts has 'right': None, which must be a name"),
         (bad_row, "data", "row 7 has no rubric"),
-        (broken, "infrastructure", "RuntimeError: the judge is away"),
+        (broken, "infrastructure", "RuntimeError: the judge is away (test_stage_worker.py:"),
         (cancelled, "infrastructure", "CancelledError: by its own client"),
         (leaving, "infrastructure", "SystemExit: 3"),
     ],

@@ -474,7 +474,7 @@ async def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCapt
     assert second == {"a": 1, "b": 3, "c": 0.5, "d": 0.25, "e": float(2**70), "f": math.inf}
     assert [type(value) for value in second.values()] == [int, int, float, float, float, float]
     await bench.worker.close()
-    assert "metrics that cannot be read (SystemExit: not now)" in caplog.text
+    assert "metrics that cannot be read (SystemExit: not now (test_trainer_worker.py:" in caplog.text
 
 
 def save(steps: int) -> SaveCheckpoint:

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.environments.calls import CallTimeout, EpisodeCalls, Toolbox, ToolError
 from engine.environments.protocol import Environment, Opening, StepResult, ToolCall, Turn
-from engine.errors import DataFailure, EngineError, message_of, place_of
+from engine.errors import DataFailure, EngineError, describe_error, message_of
 from engine.protocols.user_code import HangingCalls
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import (
@@ -204,8 +204,7 @@ class Episode:
             limit = self._settings.call_timeout_s
             raise self._failure(f"{method} took longer than environment.call_timeout_s = {limit:g} s") from error
         except Exception as error:
-            story = f"{method} raised {type(error).__name__}: {message_of(error)}{place_of(error)}"
-            raise self._failure(story) from error
+            raise self._failure(f"{method} raised {describe_error(error)}") from error
 
     def _failure(self, story: str) -> ProgramFailure:
         row = self._prompt.row
