@@ -11,6 +11,7 @@ import csv
 import glob
 import io
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 """The files that identify a directory of `Dataset.save_to_disk`, and one of `DatasetDict.save_to_disk`."""
 MOST_FILES = 100_000
 LONGEST_CSV_FIELD = 1 << 30
+HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a character that JSON writes as two escapes. Without the other half, a text has no UTF-8 form."""
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -170,8 +173,10 @@ class JsonLines:
         for number, line in zip(self._numbers, self._lines, strict=True):
             try:
                 row = decode(line.decode("utf-8").strip())
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                law = f"line {number} is not valid JSON ({_reason(error)})"
+                if HALF_CHARACTER.search(line):
+                    json.dumps(row, ensure_ascii=False).encode("utf-8")
+            except (ValueError, RecursionError) as error:
+                law = f"{self.where} {number} is not valid JSON ({_reason(error)})"
                 raise self._refused(law) from error
             if not isinstance(row, dict):
                 raise self._refused(f"{self.where} {number} is a JSON {type(row).__name__}")
@@ -200,7 +205,7 @@ def _load_json(file: Path, config_field: str) -> JsonLines:
 def _load_list(text: bytes, file: Path, config_field: str) -> JsonLines:
     try:
         rows = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         at = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "the file"
         law = f"{at} is not valid JSON ({_reason(error)})"
         raise ConfigError(config_field, str(file), law, "write a list of JSON objects") from error

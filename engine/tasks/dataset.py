@@ -170,6 +170,7 @@ class _Check:
             self._require_columns(names, "the table" if isinstance(rows, TableRows) else "the header", file)
         if isinstance(rows, TableRows):
             rows.nested.update(name for name in wanted if name in rows.columns())
+            self._require_plain(rows, file)
         types: dict[str, str] = {}
         filled: dict[str, int] = {}
         began: dict[str, int] = {}
@@ -220,6 +221,16 @@ class _Check:
         if self._prompt_field not in known and MESSAGES not in known:
             _missing_prompt(known, where, file, self._prompt_field, self._config_field)
 
+    def _require_plain(self, rows: TableRows, file: Path) -> None:
+        """Refuse columns whose values cannot be stored with a prompt."""
+        for field in rows.table.schema:
+            kind = _not_plain(field.type)
+            if kind is not None:
+                law = f"its column {field.name!r} has values of the type {kind}"
+                raise ConfigError(
+                    self._config_field, str(file), law, "write them as texts or numbers, or drop the column"
+                )
+
     def _require_renamed(self, names: Mapping[str, Any] | Sequence[str], where: str, file: Path) -> None:
         for old in self._columns:
             if old not in names:
@@ -253,6 +264,16 @@ _WORDS = {str: "texts", bool: "booleans", int: "numbers", float: "numbers", list
 
 def _type_word(value: Any) -> str:
     return _WORDS.get(type(value), type(value).__name__)
+
+
+def _not_plain(kind: Any) -> Any:
+    """The type of dates, times or decimals in an Arrow type; None if there is none."""
+    import pyarrow
+
+    if pyarrow.types.is_temporal(kind) or pyarrow.types.is_decimal(kind):
+        return kind
+    inner = (_not_plain(kind.field(number).type) for number in range(kind.num_fields))
+    return next((one for one in inner if one is not None), None)
 
 
 def _table_types(rows: TableRows) -> dict[str, str]:

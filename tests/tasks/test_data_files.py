@@ -1,6 +1,8 @@
 """Files of prompts in every format, alone and together, and how a bad one is reported."""
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,10 @@ def test_columns_get_new_names(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[str, str, str]] = {
     "json": ("rows.json", '[\n {"prompt": "a"},\n {"prompt": }\n]', "line 3 is not valid JSON"),
     "json item": ("rows.json", '[{"prompt": "a"}, 7]', "row 1 is a JSON int"),
+    "half a character": ("rows.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2 is not valid JSON"),
+    "half a character in a list": ("rows.json", '[{"prompt": "a", "answer": "\\udE00"}]', "row 0 is not valid JSON"),
+    "number of 5000 digits": ("rows.jsonl", f'{{"prompt": "a", "answer": {"9" * 5000}}}', "line 1 is not valid JSON"),
+    "number of 5000 digits in a list": ("rows.json", f"[{'9' * 5000}]", "the file is not valid JSON"),
     "short line": ("rows.csv", 'prompt,answer\na,1\n"b\nc"\nd,2\n', "line 3 has 1 field, but the header has 2"),
     "quote": ("rows.csv", 'prompt,answer\na,1\n"b"c,1\n', "line 3 is not valid CSV"),
     "open quote": ("rows.csv", 'prompt,answer\n"a,1\n', "line 2 is not valid CSV"),
@@ -105,6 +111,12 @@ def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, case: str) -> No
     name, text, said = BROKEN[case]
     (tmp_path / name).write_text(text)
     assert said in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize("value", [datetime(2026, 1, 1), [{"price": Decimal("1.5")}]])
+def test_a_column_of_dates_or_decimals_is_refused(tmp_path: Path, value: Any) -> None:
+    file = written(tmp_path, "parquet", [{"prompt": "a", "answer": value}])
+    assert "its column 'answer' has values of the type " in refused(file)
 
 
 def test_text_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
