@@ -70,8 +70,8 @@ class Publisher:
     async def manifest(self, version: int) -> Manifest:
         return self._weights.manifest_to_send(version)
 
-    async def turn(self, reader: int, turn: Turn) -> Any:
-        return await self._weights.turn(reader, turn)
+    async def turn(self, reader: int, turn: Turn, replica: Any) -> Any:
+        return await self._weights.turn(reader, turn, replica)
 
     async def publish(self, version: int) -> tuple[float, float]:
         """As a trainer does. Returns the seconds of its own copy, and after it."""
@@ -131,6 +131,9 @@ class VllmReplica:
         await self._backend.install(version)
         await self._backend.resume()
         return time.perf_counter() - started
+
+    async def alive(self) -> None:
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         await self._backend.close()

@@ -39,7 +39,7 @@ class Pulse:
 
     async def lost(self, actor: Any) -> "ProcessEnd":
         """Return once the actor is lost."""
-        ended = asyncio.ensure_future(_wait_for_end(actor))
+        ended = asyncio.ensure_future(wait_for_end(actor))
         try:
             while self.every_s:
                 beat = asyncio.ensure_future(sign_of(actor))
@@ -74,7 +74,8 @@ async def sign_of(actor: Any) -> Sign | None:
     return None
 
 
-async def _wait_for_end(actor: Any) -> ProcessEnd:
+async def wait_for_end(actor: Any) -> ProcessEnd:
+    """Return once the actor has reported a failure or has died."""
     try:
         return ProcessEnd(await actor.alive.remote(), self_reported=True)
     except Exception as error:

@@ -16,11 +16,11 @@ from typing import Any
 import ray
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus
-from engine.actors.failures import HeartbeatActor, awaited, named
+from engine.actors.failures import HeartbeatActor, awaited, named, wait_for_end
 from engine.actors.transports import Senders, SentByTrainer, Transport, publication_to_send
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
-from engine.rollout.sent_weights import Turn, WeightsCall
+from engine.rollout.sent_weights import Join, Turn, WeightsCall
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
 from engine.runtime.plan import WeightsWire
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
@@ -122,6 +122,7 @@ class RemoteWeights:
         self._wire = wire
         self._senders = None if wire is None else Senders(wire)
         self._outgoing: dict[Version | Trained, Any] = {}
+        self._watches: dict[ReplicaId, asyncio.Task[None]] = {}
 
     async def put(self, version: Version | Trained, weights: Any) -> None:
         if self._senders is not None and not isinstance(version, Trained):
@@ -142,9 +143,18 @@ class RemoteWeights:
         """See `Senders.manifest`."""
         return self._sending.manifest(version)
 
-    async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
-        """See `Senders.turn`."""
+    async def turn(self, reader: ReplicaId, turn: Turn, replica: Any) -> WeightsCall | None:
+        """See `Senders.turn`. `replica`: the actor of the reader. When it has ended, its group is closed."""
+        if isinstance(turn, Join):
+            if reader in self._watches:
+                self._watches[reader].cancel()
+            self._watches[reader] = asyncio.ensure_future(self._leave_after(replica, reader))
         return await self._sending.turn(reader, turn)
+
+    async def _leave_after(self, replica: Any, reader: ReplicaId) -> None:
+        end = await wait_for_end(replica)
+        log.info("the process group of replica %d is closed: %s", reader, end.reason)
+        self._sending.leave(reader)
 
     @property
     def _sending(self) -> Senders:

@@ -82,7 +82,8 @@ class SentByTrainer:
 
     async def exchange(self, turn: Turn) -> WeightsCall | None:
         with named():
-            call: WeightsCall | None = await self.trainer.turn.remote(self.reader, turn)
+            replica = ray.get_runtime_context().current_actor
+            call: WeightsCall | None = await self.trainer.turn.remote(self.reader, turn, replica)
         return call
 
     async def stored(self) -> Any:
@@ -115,9 +116,7 @@ class Senders:
     async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
         """See `SentWeights.exchange`."""
         if isinstance(turn, Join):
-            before = self._conversations.pop(reader, None)
-            if before is not None:
-                before.close()
+            self.leave(reader)
             self._conversations[reader] = Exchange(turn.group, self._wire)
             return await self._conversations[reader].join(turn.workers)
         held = None if isinstance(turn, WeightsAnswer) else self._held_as(turn.version)
@@ -132,6 +131,12 @@ class Senders:
             return OUTDATED
         tensors = held.named()
         return await conversation.send({name: tensors[source] for name, source in turn.wanted})
+
+    def leave(self, reader: ReplicaId) -> None:
+        """Close the group of a replica, if it has one."""
+        conversation = self._conversations.pop(reader, None)
+        if conversation is not None:
+            conversation.close()
 
     def _held_as(self, version: Version) -> HeldTensors | None:
         return self._newest[1] if self._newest is not None and self._newest[0] == version else None

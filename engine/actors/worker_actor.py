@@ -305,9 +305,9 @@ class TrainerActor(WorkerActor):
         """Called by a replica: what this process can send it. See `Senders.manifest`."""
         return self._weights.manifest_to_send(version)
 
-    async def turn(self, reader: ReplicaId, turn: Turn) -> WeightsCall | None:
+    async def turn(self, reader: ReplicaId, turn: Turn, replica: Any) -> WeightsCall | None:
         """Called by a replica: one turn of a transfer to its engine. See `SentByTrainer.exchange`."""
-        return await self._weights.turn(reader, turn)
+        return await self._weights.turn(reader, turn, replica)
 
 
 class ScorerActor(WorkerActor):

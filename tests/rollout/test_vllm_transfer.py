@@ -21,7 +21,8 @@ from backends import WIDE, build, go_on, hold, run, until_sampled
 from test_vllm_weights import LONG, assert_samples, greedy
 from vllm_arguments import require_vllm
 
-from engine.actors.transports import HeldTensors, Senders
+from engine.actors.store_actors import RemoteWeights
+from engine.actors.transports import HeldTensors, ObjectStoreTransport, Senders
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Check, Join, Send, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.vllm import weight_checks, weight_receiver
@@ -453,6 +454,25 @@ def test_a_worker_that_gives_up_goes_on_when_its_group_is_closed() -> None:
 
     with pytest.raises(TimeoutError, match="did not arrive within"):
         Waiting().update_in_time({}, {}, 0.01)
+
+
+def test_the_group_of_a_replica_whose_process_has_ended_is_closed() -> None:
+    from engine.rollout.vllm.gloo_transfer import GlooGroup
+
+    async def scenario() -> None:
+        died = asyncio.Event()
+        replica = SimpleNamespace(alive=SimpleNamespace(remote=died.wait))
+        weights = RemoteWeights(None, ObjectStoreTransport(), wire=WIRE)
+        join = await weights.turn(READER, Join(group="one", workers=1), replica)
+        assert join is not None
+        where = join.argument["master_address"], join.argument["master_port"]
+        engine = await asyncio.to_thread(GlooGroup, *where, 1, join.argument["world_size"], WIRE.timeout_s)
+        assert await weights.turn(READER, WeightsAnswer(group="one", wrong=""), replica) is None
+        died.set()
+        with pytest.raises(RuntimeError, match="by peer"):
+            await asyncio.to_thread(engine.broadcast, torch.empty(1))
+
+    run(scenario())
 
 
 def test_an_engine_that_has_left_its_group_is_refused() -> None:
