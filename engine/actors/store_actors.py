@@ -17,7 +17,7 @@ import ray
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus
 from engine.actors.failures import HeartbeatActor, awaited, named, wait_for_end
-from engine.actors.transports import Senders, SentByTrainer, Transport, publication_to_send
+from engine.actors.transports import Senders, SentByTrainer, Transport, publication_to_send, sender_module
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Join, Turn, WeightsCall
@@ -123,6 +123,16 @@ class RemoteWeights:
         self._senders = None if wire is None else Senders(wire)
         self._outgoing: dict[Version | Trained, Any] = {}
         self._watches: dict[ReplicaId, asyncio.Task[None]] = {}
+
+    async def prepare_to_send(self) -> None:
+        """In the trainer, before it trains: import what a group needs, because two threads that import the same modules
+        may fail. If it cannot be imported, replicas get all versions from the store."""
+        if self._senders is None:
+            return
+        try:
+            await asyncio.to_thread(sender_module)
+        except Exception:
+            log.warning("the trainer's process cannot import vLLM, so it sends no weights", exc_info=True)
 
     async def put(self, version: Version | Trained, weights: Any) -> None:
         if self._senders is not None and not isinstance(version, Trained):

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import ModuleType
 from typing import Any, Protocol
 
 import ray
@@ -147,6 +148,16 @@ def _check_call(held: HeldTensors, wanted: Sequence[tuple[str, str]]) -> Weights
     return WeightsCall(name="compare_with", argument={name: checksums[source] for name, source in wanted})
 
 
+def sender_module() -> ModuleType:
+    """Imports vLLM: the first call takes many seconds."""
+    from engine.rollout.vllm.engine_args import prepare_environment
+
+    prepare_environment(1)
+    from engine.rollout.vllm import weight_sender
+
+    return weight_sender
+
+
 class Exchange:
     """A sender and its calls to one engine, one at a time."""
 
@@ -218,15 +229,10 @@ class Exchange:
         done.exception()  # retrieved, because its caller may be gone
 
     def _make(self, workers: int) -> None:
-        from engine.rollout.vllm.engine_args import prepare_environment
-
-        prepare_environment(1)
-        from engine.rollout.vllm.weight_sender import Sender, trainer_info
-
-        wire = self._wire
+        vllm, wire = sender_module(), self._wire
         host = ray.util.get_node_ip_address()
-        info = trainer_info(wire.backend, host, workers, bucket_bytes=wire.bucket_bytes, timeout_s=wire.timeout_s)
-        self._loop.call_soon_threadsafe(self._hold, Sender(self._ask, info))
+        info = vllm.trainer_info(wire.backend, host, workers, bucket_bytes=wire.bucket_bytes, timeout_s=wire.timeout_s)
+        self._loop.call_soon_threadsafe(self._hold, vllm.Sender(self._ask, info))
 
     def _hold(self, sender: Any) -> None:
         self._sender = sender

@@ -289,6 +289,10 @@ class TrainerActor(WorkerActor):
         self._nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_takes(unpacked))
         return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=self._nodes))
 
+    async def bring_up(self, restore: Restore | None = None) -> None:
+        await super().bring_up(restore)
+        await self._weights.prepare_to_send()
+
     async def dump_stacks(self) -> None:
         """Make the processes on the trainer's other nodes write their stacks, also while the trainer's thread hangs."""
         await asyncio.gather(*(self._nodes.dump_stacks()))

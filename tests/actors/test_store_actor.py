@@ -4,6 +4,7 @@ they hold."""
 import asyncio
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +15,19 @@ import torch
 from ray.exceptions import RayActorError
 from weight_holders import inodes
 
-from engine.actors import transports
+from engine.actors import store_actors, transports
 from engine.actors.detached_actors import PackedPlan
 from engine.actors.failures import HeartbeatActor
 from engine.actors.store_actors import RemoteWeights, TrajectoryStoreActor
 from engine.actors.transports import ObjectStoreTransport, Senders
+from engine.actors.worker_actor import TrainerActor
 from engine.errors import EngineError
 from engine.runtime.plan import WeightsWire
 from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 from engine.training.shared_weights import PublishedTensors, copy_of
+
+WIRE = WeightsWire(backend="gloo", bucket_bytes=1, timeout_s=60.0, limit_s=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +114,8 @@ def test_a_process_that_waits_for_the_weights_store_says_so_until_it_is_answered
 
 @pytest.mark.parametrize("trainer", ["sends", "has died", "has a newer version", "is silent"])
 def test_a_replica_gets_the_stores_copy_if_the_trainer_cannot_send(trainer: str) -> None:
-    timeout_s = 0.05 if trainer == "is silent" else 60.0
-    wire = WeightsWire(backend="gloo", bucket_bytes=1, timeout_s=timeout_s, limit_s=1.0)
+    timeout_s = 0.05 if trainer == "is silent" else WIRE.timeout_s
+    wire = replace(WIRE, timeout_s=timeout_s)
     senders = Senders(wire)
     senders.hold(1 if trainer == "sends" else 2, {"weight": torch.zeros(3)})
 
@@ -136,6 +140,24 @@ def test_a_replica_gets_the_stores_copy_if_the_trainer_cannot_send(trainer: str)
         return "stored"
 
     asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_a_trainer_that_sends_weights_imports_vllm_before_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    async def load(*given: Any) -> None:
+        done.append("loaded")
+
+    def fail() -> None:
+        done.append("imported")
+        raise ImportError("no vLLM")
+
+    monkeypatch.setattr(store_actors, "sender_module", fail)
+    trainer = TrainerActor.__new__(TrainerActor)
+    trainer._prepared, trainer.worker, trainer._peers = True, SimpleNamespace(open=load), lambda: None
+    trainer._weights = RemoteWeights(None, ObjectStoreTransport(), wire=WIRE)
+    asyncio.run(trainer.bring_up())
+    assert done == ["loaded", "imported"], "and it is up if it fails, because the store has a copy"
 
 
 def test_what_a_custom_trainer_publishes_is_copied_before_it_is_sent() -> None:

@@ -32,8 +32,7 @@ ADAPTER = 1
 """vLLM's number of the adapter. Each version replaces the one before under the same number, so that requests that are
 frozen during an install continue with the new one."""
 JOIN_S = 300.0
-"""Seconds that forming a group may take before an install. Most of it is the first import of vLLM in the trainer's
-process."""
+"""Seconds that forming a group may take before an install: the trainer's process may be busy."""
 
 
 NEWER = "the trainer has published a newer version"
