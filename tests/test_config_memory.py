@@ -372,6 +372,8 @@ def test_vllm_takes_a_share_of_its_device_and_what_is_left_is_cache() -> None:
     assert "holds 2 versions in shared memory, 8.0 MB" in said
     said = "\n".join(memory_lines(MODEL, served({}, transport="distributed")))
     assert "holds 2 versions in shared memory, 8.0 MB" in said
+    said = "\n".join(memory_lines(MODEL, served({}, transport="vllm")))
+    assert "the trainer's machine also holds the newest version in shared memory, 4.0 MB, and one more" in said
     args = {"gpu_memory_utilization": 0.5}
     said = "\n".join(memory_lines(MODEL, served(args, device_memory_gb=0.01)))
     assert "vLLM takes 5.0 MB of its device (0.5 * 0.01 GB): 3.0 MB of cache, 4 requests of that length" in said

@@ -332,10 +332,11 @@ def _vllm_lines(model: Model, config: Config, devices: Devices) -> Iterator[str]
         f"{requests} requests of that length at once fill {_size(requests * request)} of cache"
     )
     version = float(published_bytes(config, model.bytes) * model.trained)
-    yield (
-        f"ok: a machine with replicas holds 2 versions in shared memory, {_size(2 * version)}, and one more for each "
-        "validation of an older version"
-    )
+    if rollout.transport == "vllm":
+        held = f"the trainer's machine also holds the newest version in shared memory, {_size(version)}"
+    else:
+        held = f"a machine with replicas holds 2 versions in shared memory, {_size(2 * version)}"
+    yield f"ok: {held}, and one more for each validation of an older version"
     if device.gigabytes:
         given = {**memory_args(device.part, args), **args}
         share = 1.0 if args.get("kv_cache_memory_bytes") else given.get("gpu_memory_utilization", MEMORY_SHARE)
