@@ -1,8 +1,12 @@
-"""A training run through Ray whose replicas hold vLLM and get weights by vLLM's own transfer. One of them loses its
-engine in the middle of generating."""
+"""Training runs through Ray whose replicas hold vLLM and get weights by vLLM's own transfer. An engine is lost in the
+middle of generating, and the trainer in the middle of sending."""
 
 import math
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,12 @@ from vllm_arguments import ENGINE_ARGS, require_vllm
 from engine.actors.launch import RunHandle, start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
-from engine.events import GroupGenerated, PrefixStored, ProcessLost, WeightsInstalled
+from engine.events import GroupGenerated, PrefixStored, ProcessLost, SyncFailed, WeightsInstalled
 from engine.ids import GroupId, ReplicaId
 from engine.plans.configured_plan import plan_of
 from engine.record import read
 from engine.rollout.vllm.engine_args import all_engine_args
+from engine.states.process import TRAINER
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 require_vllm()
@@ -107,6 +112,45 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     ended = {e.group: e for e in events_of(run_dir, GroupGenerated)}
     assert set(resumed) & set(ended), "what was resumed has ended"
     assert all(ended[group].tokens >= stored[group].tokens for group in resumed if group in ended)
+
+
+def deadly_trainer(make: Callable[[], Any], marker: Path) -> Any:
+    """A trainer whose process is killed, once, after it has sent the first message of a version."""
+    from engine.rollout.vllm.gloo_transfer import GlooGroup
+
+    broadcast = GlooGroup.broadcast
+
+    def broadcast_and_die(self: GlooGroup, flat: Any) -> None:
+        broadcast(self, flat)
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    GlooGroup.broadcast = broadcast_and_die  # type: ignore[method-assign]
+    return make()
+
+
+@pytest.mark.long
+def test_a_version_whose_sender_is_killed_comes_from_the_store_in_the_same_install(tmp_path: Path) -> None:
+    run_dir, marker = tmp_path / "run", tmp_path / "killed"
+    run_dir.mkdir()
+    settings = tree(tmp_path, tmp_path / "gate")
+    settings["rollout"] |= {"replicas": 1, "bucket_mb": 1}
+    settings["model"]["arithmetic"]["layers"] = 8  # for more than one message
+    Gate(tmp_path / "gate").open()
+    planned = plan_of(parse_config(settings), run_dir)
+    with start(replace(planned, make_trainer=partial(deadly_trainer, planned.make_trainer, marker))) as run:
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", STEPS), status.reason
+    assert marker.exists()
+
+    check_record(run_dir)
+    (lost,) = events_of(run_dir, ProcessLost)
+    assert lost.kind == TRAINER
+    assert not events_of(run_dir, SyncFailed)
+    assert [event.version for event in events_of(run_dir, WeightsInstalled)][: STEPS - 1] == [*range(1, STEPS)]
+    log = (run_dir / "logs/rollout-0.log").read_text()
+    assert log.count("version 1 is taken from the weights store") == log.count("is taken from the weights store") == 1
 
 
 def test_several_workers_in_a_placement_group_do_not_wait_for_its_gpus_again(tmp_path: Path) -> None:
