@@ -235,18 +235,19 @@ def _unused_source(rows: Sequence[Row]) -> str:
 
 NO_PROGRESS = "no_progress"
 CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "long_responses": _lengths,
+    "truncated": _truncated,
     "never_right": _never_right,
     "flat_reward": _flat_reward,
     "reward_scale": _reward_scale,
     "one_reward": _one_part,
-    "long_responses": _lengths,
-    "truncated": _truncated,
     "repeated": _repeated,
     "logprob_gap": _logprob_gap,
     "no_update": _no_update,
     "unused_source": _unused_source,
 }
-"""Each gets the newest rows, at least `STEPS` of them, and returns a sentence, or nothing."""
+"""Each gets the newest rows, at least `STEPS` of them, and returns a sentence, or nothing. Causes come before their
+effects: responses that are cut off get no reward."""
 OLD_WEIGHTS = "old_weights"
 ALL_CHECKS = (*CHECKS, NO_PROGRESS, OLD_WEIGHTS)
 """Every value of `HealthFinding.check`."""

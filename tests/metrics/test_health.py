@@ -58,6 +58,11 @@ STEPS = {"unused_source": 32, "no_progress": 48}
 def test_a_sound_run_has_no_finding() -> None:
     assert findings(rows()) == []
     assert findings(rows(CASES["truncated"], steps=4)) == [], "too few steps"
+
+
+def test_responses_that_are_cut_off_come_before_their_rewards_of_0() -> None:
+    both = findings(rows(lambda step: CASES["never_right"](step) | {"truncated_share": 1.0}))
+    assert [one.check for one in both] == ["truncated", "never_right"]
     bare = [{"step": step, "groups": 4, "loss": None} for step in range(20)]
     assert findings(bare) == [], "a trainer of one's own reports other figures"
 
