@@ -34,7 +34,7 @@ MISSING = -(1 << 31)
 CURVES = {
     "reward": ("reward_mean", "accuracy"),
     "loss": ("loss",),
-    "response tokens": ("response_length", "tokens_per_group"),
+    "response tokens": ("tokens_per_group",),
     "staleness": ("staleness_min", "staleness_mean", "staleness_max"),
     "seconds": ("collecting", "scoring", "training", "publishing"),
 }
@@ -171,8 +171,6 @@ def _curves(history: History, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
     plots = []
     for title, names in CURVES.items():
         kept = [name for name in names if any(isinstance(own.get(name), int | float) for own in figures)]
-        if title == "response tokens" and "response_length" in kept:
-            kept = ["response_length"]
         if kept:
             plots.append({"title": title, "names": kept, "values": [[own.get(n) for own in figures] for n in kept]})
     by_step = [row.get(HISTOGRAMS) or {} for row in steps]
