@@ -14,6 +14,7 @@ from steady_world import SteadyWorld
 from engine import cli
 from engine.config.differences import changed_fields, differing_fields
 from engine.config.loading import parse_yaml
+from engine.errors import ConfigError
 from engine.events import GroupGenerated, SettingChanged
 from engine.inspect import open_record
 from engine.inspect.run_figures import curves
@@ -21,6 +22,7 @@ from engine.inspect.schedule_difference import schedule_difference
 from engine.metrics.journal import Journal
 from engine.record import Header, Recorder
 from engine.record.files import RecordLock
+from engine.runtime.run_history import require_unfinished
 from engine.states.limits import Limits
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
@@ -75,6 +77,13 @@ def answered(capsys: Capture, *arguments: str) -> dict[str, Any]:
 def refused(capsys: Capture, *arguments: str) -> str:
     assert cli.main(arguments) == 2
     return capsys.readouterr().err
+
+
+def test_a_resume_with_fewer_train_steps_than_a_run_has_is_refused() -> None:
+    run = make_run("stopped", killed=lambda state: state.training.steps_trained == 3)
+    with pytest.raises(ConfigError, match=r"run\.max_steps is 2, but must be at least 3: .*; use 3 to finish the run"):
+        require_unfinished(run, [("run.max_steps", "2")])
+    require_unfinished(run, [("run.max_steps", "3")])
 
 
 # -- engine runs -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from engine.commands import FinishRun
-from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, reason_of
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, counted, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import cut_rows
@@ -256,9 +256,10 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
 
 
 def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, missing_end: bool = False) -> None:
-    """Refuse a finished run before any process starts. Only the record of a finished run is replayed.
+    """Refuse a finished run, and fewer train steps than a run has, before any process starts. Only the record of such a
+    run is replayed. `missing_end`: it resumes from an older checkpoint.
 
-    Raises: `RunFinished` if the new settings do not let it train more steps, `RecordError`.
+    Raises: `RunFinished` if the new settings do not let it train more steps, `ConfigError`, `RecordError`.
     """
     record = read(run_dir / "schedule", missing_end=missing_end)
     outcome = record.outcome()
@@ -266,6 +267,16 @@ def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, mi
         recovered = recover(record)
         if not _extends(settings, recovered):
             raise _finished(run_dir, outcome, recovered)
+    elif MAX_STEPS in dict(settings) and not missing_end:
+        _require_steps_left(settings, recover(record))
+
+
+def _require_steps_left(settings: Sequence[tuple[str, str]], recovered: Recovered) -> None:
+    """Raises: `ConfigError` for fewer train steps than the run has."""
+    most, trained = _most_steps(settings, recovered), recovered.scheduler.state.training.steps_trained
+    if most is not None and most < trained:
+        law = f"must be at least {trained}: the run has trained {counted(trained, 'step')}"
+        raise ConfigError(MAX_STEPS, most, law, f"use {trained} to finish the run, or a larger value to train more")
 
 
 def _finished(run_dir: Path, outcome: FinishRun, recovered: Recovered) -> RunFinished:
@@ -275,13 +286,17 @@ def _finished(run_dir: Path, outcome: FinishRun, recovered: Recovered) -> RunFin
 
 def _extends(settings: Sequence[tuple[str, str]], recovered: Recovered) -> bool:
     """Whether new settings let a finished run train more steps."""
+    most, state = _most_steps(settings, recovered), recovered.scheduler.state
+    return (most is None or most > state.training.steps_trained) and not state.no_more_prompts
+
+
+def _most_steps(settings: Sequence[tuple[str, str]], recovered: Recovered) -> int | None:
+    """The maximum number of train steps with new settings."""
     limits = recovered.scheduler.limits
     for setting, value in settings:
         if setting == MAX_STEPS:
             limits = changed_limits(limits, setting, value)
-    state = recovered.scheduler.state
-    more = limits.max_steps is None or limits.max_steps > state.training.steps_trained
-    return more and not state.no_more_prompts
+    return limits.max_steps
 
 
 def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: Path, lock: RecordLock) -> RecordLock:
