@@ -39,11 +39,19 @@ def read_json(file: Path) -> Any:
 
 def number_bytes(directory: Path) -> int:
     """Bytes of a number of the model, as `config.json` names its type. Without a type it is float32."""
+    return 2 if _described(directory, "dtype", "torch_dtype") in ("bfloat16", "float16") else 4
+
+
+def has_experts(directory: Path) -> bool:
+    """Whether `config.json` gives the model's layers experts."""
+    return bool(_described(directory, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+
+
+def _described(directory: Path, *names: str) -> Any:
+    """The first of these fields that `config.json`, or its part on text, sets; None if there is none."""
     plain = read_json(directory / "config.json")
-    if not isinstance(plain, dict):
-        return 4
-    kinds = [part.get(name) for part in (plain, plain.get("text_config") or {}) for name in ("dtype", "torch_dtype")]
-    return 2 if next(filter(None, kinds), None) in ("bfloat16", "float16") else 4
+    parts = (plain, plain.get("text_config") or {}) if isinstance(plain, dict) else ()
+    return next(filter(None, (part.get(name) for part in parts for name in names)), None)
 
 
 def vocabulary(directory: Path) -> dict[str, int] | None:

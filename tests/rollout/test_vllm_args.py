@@ -1,5 +1,6 @@
 """What the engine gives vLLM: the memory of a shared GPU, the size of a batch, how its processes start."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,22 @@ def test_router_replay_is_refused_before_the_start_of_a_vllm_for_cpus() -> None:
     require_vllm()
     given = {"model": {"make": "arithmetic"}, "rollout": {"backend": "vllm"}, "trainer": {"router_replay": True}}
     with pytest.raises(ConfigError, match=r"^trainer\.router_replay is True: vLLM for CPUs does not say which experts"):
+        check_backend(parse_config(given))
+
+
+@pytest.mark.parametrize("experts", [{"num_experts": 8}, {"text_config": {"num_local_experts": 8}}])
+def test_data_parallel_engines_with_experts_are_refused_in_a_vllm_for_cpus(
+    tmp_path: Path, experts: dict[str, Any]
+) -> None:
+    require_vllm()
+    given = {
+        "model": {"path": str(tmp_path)}, "data": {"path": "d.jsonl"}, "reward": {"function": "rewards:r"},
+        "rollout": {"backend": "vllm", "engine_args": {"data_parallel_size": 2}},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text("{}")
+    check_backend(parse_config(given))
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    with pytest.raises(ConfigError, match=r"data_parallel_size is 2: in vLLM for CPUs, .* use 1, and more rollout\."):
         check_backend(parse_config(given))
 
 
