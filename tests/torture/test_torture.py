@@ -1,10 +1,14 @@
 """Nine of the points of `make torture`, on a record on disk that is cut at any byte, and the table of its results."""
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.torture.chain import ROOT, TREE, Point
+from tests.torture import chain
+from tests.torture.chain import MARK, ROOT, TREE, Point, strike
 from tests.torture.durable import torture
 from tests.torture.torture import BEGIN, Result, read_rows, replace_rows, row_of, summary, write_rows, write_summary
 
@@ -13,6 +17,25 @@ from tests.torture.torture import BEGIN, Result, read_rows, replace_rows, row_of
 def test_a_run_whose_process_dies_within_a_write_loses_nothing(seed: int, tmp_path: Path) -> None:
     kills, _ = torture(seed, tmp_path / "schedule")
     assert kills
+
+
+def test_processes_that_are_started_while_others_are_killed_are_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"test-{os.getpid()}"
+    begun = [marked_process(mark)]
+
+    def kill_and_start(pid: int) -> None:
+        strike(pid)
+        if len(begun) == 1:
+            begun.append(marked_process(mark))
+
+    monkeypatch.setattr(chain, "strike", kill_and_start)
+    chain.kill_others(mark)
+    assert [process.wait(timeout=10.0) for process in begun] == [-signal.SIGKILL] * 2
+
+
+def marked_process(mark: str) -> "subprocess.Popen[bytes]":
+    """A process that ends with this one, if nobody kills it before."""
+    return subprocess.Popen(["cat"], env={**os.environ, MARK: mark}, stdin=subprocess.PIPE)
 
 
 def row_of_seed(seed: int, commit: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from engine.record import read
 from engine.record.replayer import build_scheduler, replay
 from engine.states.laws import check_all
 from engine.storage.checkpoints import list_checkpoints, verify_checkpoint
-from tests.torture.chain import ACTORS, FIRST, INSPECTING, MARK, ROOT, TREE, Point, last_weights, marked, strike
+from tests.torture.chain import ACTORS, FIRST, INSPECTING, MARK, ROOT, TREE, Point, kill_others, last_weights, marked
 
 LIVES = 8
 LIFE_S = 240.0
@@ -87,16 +87,11 @@ def torture(seed: int, mode: str, directory: Path) -> Result:
             killed_at.append(_events(run_dir))
         raise Failure("liveness", f"not finished in {LIVES} lives; the last ended {said}")
     finally:
-        _strike_all(mark)
+        kill_others(mark)
 
 
 def _mark(seed: int, mode: str) -> str:
     return f"{mode}-{seed}-{os.getpid()}"
-
-
-def _strike_all(mark: str) -> None:
-    for pid, _ in list(marked(mark)):
-        strike(pid)
 
 
 def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
@@ -302,11 +297,12 @@ def held(points: list[tuple[int, str]], jobs: int) -> Iterator[tuple[tuple[int, 
         try:
             for point, future in zip(points, begun, strict=True):
                 yield point, future.result()
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):  # the last: while the caller wrote a row
             pool.shutdown(wait=False, cancel_futures=True)
             STOP.set()
-            for seed, mode in points:
-                _strike_all(_mark(seed, mode))
+            while wait(begun, timeout=1.0).not_done:  # a point may just have begun its next life
+                for seed, mode in points:
+                    kill_others(_mark(seed, mode))
 
 
 def main() -> int:
