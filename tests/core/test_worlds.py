@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError, TrainerSpoiled
 from engine.events import DrainRequested, OrderDone, ProcessLost, StopRequested
-from engine.policies import DEFAULTS, PolicySet
-from engine.policies import names as names_of
+from engine.policies import PolicySet
 from engine.protocols import Batch
 from engine.record.frames import Header, Tick
 from engine.record.reader import read
@@ -29,6 +28,7 @@ from engine.states.state import State
 from engine.states.timeouts import KINDS, Timeouts
 from engine.workers.replica import ReplicaWorker
 from tests.core.moves import any_limits, any_policies, drawn, generating
+from tests.shipped_policies import SHIPPED
 
 ROUGH = Faults(
     lose=0.1,
@@ -131,7 +131,7 @@ def test_every_world_keeps_every_law_and_ends(
 
 
 @pytest.mark.parametrize("tick_size", [1, 64])
-@pytest.mark.parametrize(("decision", "name"), [(kind, name) for kind in DEFAULTS for name in names_of(kind)])
+@pytest.mark.parametrize(("decision", "name"), [(kind, name) for kind in SHIPPED for name in SHIPPED[kind]])
 def test_a_policy_keeps_every_law_with_ticks_of_one_and_of_many(decision: str, name: str, tick_size: int) -> None:
     figures = Limits(
         train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, max_steps=8, sync_mode="abort",
