@@ -78,6 +78,7 @@ def project(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.long
 def test_gradients_of_three_nodes_are_those_of_one_rank(nodes: Nodes) -> None:
     sizes = ["--groups=1", "--samples=3", "--prompt=8", "--tokens=16"]
     command = [sys.executable, "benchmarks/trainer_nodes.py", f"--address={nodes.address}", "--small", "--gradients"]
