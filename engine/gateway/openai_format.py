@@ -7,9 +7,9 @@ Unknown fields are ignored, as on other servers.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.gateway.request_fields import CHAT, COMPLETIONS, Rule, named_function, refusal_of
@@ -205,8 +205,16 @@ class ContentPart(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: str = Field(pattern="^text$")
+    type: Literal["text"]
     text: str
+
+
+def _form(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")], Discriminator(_form)]
+"""The discriminator keeps errors to the form that was given."""
 
 
 class Function(BaseModel):
@@ -226,7 +234,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
 
 

@@ -349,5 +349,6 @@ class AgentGroup:
 
     def _time_out(self) -> None:
         late = [session.index for session in self.sessions if not session.ended]
-        story = f"agents {late} of prompt row {self.prompt.row} took longer than {self.bounds.timeout_s:g} s"
+        limit = f"agent.timeout_s = {self.bounds.timeout_s:g} s"
+        story = f"agents {late} of prompt row {self.prompt.row} took longer than {limit}"
         self.fail(DataFailure(story, row=self.prompt.row))

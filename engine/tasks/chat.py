@@ -56,7 +56,8 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def problem_of(messages: Any, name: str) -> str:
     """What is wrong with a list of messages under this name; "" if it is valid."""
     if not isinstance(messages, list) or not messages:
-        return f"{name!r} is " + ("empty" if messages in ("", []) else f"{type(messages).__name__} {messages!r:.60}")
+        empty = isinstance(messages, str | list) and not messages
+        return f"{name!r} is " + ("empty" if empty else f"{type(messages).__name__} {messages!r:.60}")
     for number, message in enumerate(messages, start=1):
         problem = _problem_of_message(message)
         if problem:

@@ -124,7 +124,9 @@ def test_an_agent_that_takes_too_long_is_cancelled() -> None:
                 cancelled.set()
 
         async with Rig(idle, timeout_s=0.05) as rig:
-            with pytest.raises(DataFailure, match=r"agents \[0\] of prompt row 3 took longer than 0.05 s"):
+            with pytest.raises(
+                DataFailure, match=r"agents \[0\] of prompt row 3 took longer than agent.timeout_s = 0.05 s"
+            ):
                 await rig.generate()
             await cancelled.wait()
 

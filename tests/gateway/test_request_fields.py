@@ -94,6 +94,12 @@ def test_top_logprobs_need_logprobs_and_have_a_bound() -> None:
         assert (refused.value.status, refused.value.body["error"]["param"]) == (400, place)
 
 
+def test_a_part_that_is_no_text_is_named_by_its_place() -> None:
+    body = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}'
+    with pytest.raises(RequestError, match=r"^messages\.0\.content\.parts\.0\.type: Input should be 'text'$"):
+        parse(ChatRequest, body)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_forced_call_is_treated_as_auto_or_constrains_the_answer(choice: Any) -> None:
     async def forcing(client: AsyncOpenAI, prompt: Prompt) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -331,9 +332,15 @@ class Faulty(Environment):
             StepResult(reward="x", done=True),
             "step returned a reward or figures that are no numbers: could not convert",
         ),  # type: ignore[arg-type]
-        ("tools", ["add"], "a tool is 'add', but must be a Python function, or a schema"),
-        ("tools", [lambda x: x], "tool '<lambda>' has no schema: parameter 'x' has no type hint"),
-        ("tools", [Adder().add] * 2, "two tools have the name 'add'"),
+        ("reset", numpy.ones(2), "reset returned messages that cannot be used: 'messages' is ndarray"),
+        ("tools", None, "tools returned what cannot be used: 'NoneType' object is not iterable"),
+        (
+            "tools",
+            ["add"],
+            "tools returned what cannot be used: a tool is 'add', but must be a Python function, or a schema",
+        ),
+        ("tools", [lambda x: x], ".*tool '<lambda>' has no schema: parameter 'x' has no type hint"),
+        ("tools", [Adder().add] * 2, ".*two tools have the name 'add'"),
         ("tools", threading.Event(), r"tools took longer than environment.call_timeout_s = 0.05 s"),
     ],
 )

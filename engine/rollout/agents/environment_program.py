@@ -125,7 +125,7 @@ class Episode:
         except ProgramFailure:
             raise
         except (EngineError, TypeError) as error:
-            raise self._failure(message_of(error)) from error
+            raise self._failure(f"tools returned what cannot be used: {message_of(error)}") from error
         return self._messages, self._tools.schemas
 
     async def close(self) -> None:
@@ -189,10 +189,12 @@ class Episode:
 
     def _checked(self, method: str, given: Any) -> list[Message]:
         """Messages that a method returned."""
+        if isinstance(given, Sequence) and not given:
+            return []
         if isinstance(given, str):
-            return [{"role": "user", "content": given}] if given else []
+            return [{"role": "user", "content": given}]
         messages = list(given) if isinstance(given, Sequence) else given
-        problem = problem_of(messages, "messages") if messages or not isinstance(messages, list) else ""
+        problem = problem_of(messages, "messages")
         if problem:
             raise self._failure(f"{method} returned messages that cannot be used: {problem}")
         return messages
@@ -213,6 +215,8 @@ class Episode:
 
 class EnvironmentGenerator(ProgramGenerator):
     """A `ProgramGenerator` whose rollouts are the episodes of an environment."""
+
+    LIMIT = "environment.timeout_s"
 
     def __init__(
         self,

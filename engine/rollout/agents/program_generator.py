@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from engine.errors import DataFailure, EngineError, message_of, place_of
 from engine.ids import GroupId
@@ -211,6 +211,9 @@ class ProgramGenerator(GeneratorOfCalls):
     The rollouts of a group may take at most `timeout_s` together.
     """
 
+    LIMIT: ClassVar[str] = "agent.timeout_s"
+    """The setting that `timeout_s` comes from, for messages."""
+
     def __init__(
         self,
         backend: RolloutBackend,
@@ -327,7 +330,7 @@ class ProgramGenerator(GeneratorOfCalls):
                     pending, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done:
-                    story = f"rollouts of prompt row {prompt.row} took longer than {self._timeout_s:g} s"
+                    story = f"rollouts of prompt row {prompt.row} took longer than {self.LIMIT} = {self._timeout_s:g} s"
                     raise DataFailure(story, row=prompt.row)
                 for index in sorted(tasks):
                     if tasks[index].done():
