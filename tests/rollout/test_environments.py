@@ -203,6 +203,15 @@ class Endless(Environment):
         return StepResult(messages="more")
 
 
+class Bounded(FixedAnswers):
+    """Refuses prompts that exceed its context."""
+
+    async def sample(self, request: Any) -> Any:
+        if len(request.prompt_ids) + 1 > self.context:
+            raise DataFailure("the prompt is too long", context_tokens=self.context)
+        return await super().sample(request)
+
+
 @pytest.mark.parametrize(
     ("limits", "said", "reason", "turns"),
     [
@@ -216,12 +225,6 @@ class Endless(Environment):
 def test_an_environment_that_never_ends_meets_a_limit(
     limits: dict[str, Any], said: list[str], reason: str, turns: int
 ) -> None:
-    class Bounded(FixedAnswers):
-        async def sample(self, request: Any) -> Any:
-            if len(request.prompt_ids) + 1 > self.context:
-                raise DataFailure("the prompt is too long", context_tokens=self.context)
-            return await super().sample(request)
-
     async def scenario() -> Trajectory:
         tokens = tokenizer()
         made = EnvironmentGenerator(
@@ -235,6 +238,21 @@ def test_an_environment_that_never_ends_meets_a_limit(
 
     one = run(scenario())
     assert (one.finish_reason, one.reward, one.figures["turns"]) == (reason, 0.0, turns)
+
+
+def test_first_messages_that_exceed_the_context_name_the_environment() -> None:
+    class Long(Environment):
+        def reset(self, prompt: Prompt, seed: int) -> str:
+            return "x" * 1000
+
+    async def scenario() -> None:
+        made = generator(Long, Bounded("3<end>"))
+        await made.generate(work())
+
+    with pytest.raises(
+        DataFailure, match="environment tests:Made raised DataFailure on prompt row 3: the prompt is too"
+    ):
+        run(scenario())
 
 
 def test_an_episode_without_any_reward_is_judged_by_the_function_or_fails() -> None:

@@ -226,7 +226,8 @@ class ProgramGenerator(GeneratorOfCalls):
         name: str = "",
     ) -> None:
         """`name`: the program's name in messages; empty: `rollout`, and its name in the source."""
-        self.agent_calls = AgentCalls(name or f"rollout {name_of(program)}")
+        self._name = name or f"rollout {name_of(program)}"
+        self.agent_calls = AgentCalls(self._name)
         super().__init__(backend, ways, self.agent_calls)
         self.chat = chat
         self._program = program
@@ -354,7 +355,7 @@ class ProgramGenerator(GeneratorOfCalls):
         if isinstance(error, ProgramFailure):
             raise error
         if error is not None:
-            story = f"rollout {name_of(self._program)} raised {type(error).__name__} on prompt row {prompt.row}"
+            story = f"{self._name} raised {type(error).__name__} on prompt row {prompt.row}"
             raise DataFailure(f"{story}: {message_of(error)}{place_of(error)}", row=prompt.row) from error
 
 
