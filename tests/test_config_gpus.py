@@ -48,7 +48,13 @@ def test_equal_parts_fill_whole_gpus(gpus: float, replicas: int, part: float) ->
 
 def test_without_gpus_nothing_is_divided() -> None:
     assert divide_gpus(needs(ranks=4), []) == GpuDivision()
-    assert divide_gpus(needs(replica_gpus=1.0, trainer_gpus=1.0), []) == GpuDivision(replica=1.0, trainer=1.0)
+
+
+def test_a_process_that_asks_for_a_gpu_is_refused_if_no_node_has_one() -> None:
+    assert refused(needs(replica_gpus=1.0, trainer_gpus=4.0, ranks=2), []).startswith(
+        "trainer.gpus_per_rank is 2: no node has a GPU; use 0, or join a cluster"
+    )
+    assert "the nodes have none: room for 0 of 2; use fewer GPUs" in refused(needs(replica_gpus=0.5, ranks=2), [])
 
 
 def test_processes_on_the_cpu_take_no_gpu() -> None:
@@ -144,7 +150,6 @@ def test_replicas_that_can_never_be_placed_are_refused_with_the_numbers() -> Non
     assert "have 3, 3: room for 0 of 1; use fewer GPUs for a replica" in refused(
         needs(replicas=1, replica_gpus=8.0), [3.0, 3.0]
     )
-    assert "the nodes have none: room for 0 of 2" in refused(needs(replica_gpus=2.0), [])
     spread = needs(replica_gpus=2.0, spread=True)
     assert shortfall(spread, 3, [3.0, 3.0]) == ""
     assert shortfall(spread, 4, [3.0, 3.0]) == "each needs 2 GPUs, 8 in total; the nodes have 3, 3: room for 3 of 4"
@@ -274,6 +279,8 @@ def test_idle_gpus_are_named_with_the_settings_that_use_them() -> None:
         "5 of 8 GPUs stay idle: raise rollout.replicas to at most 7, or raise trainer.ranks",
     )
     assert gpu_notes(config(), 3, False) == gpu_notes(config(), None, False) == gpu_notes(config(), 0, False) == ()
+    with pytest.raises(ConfigError, match=r"rollout\.replicas is 2: each needs 1 GPU on one node"):
+        gpu_notes(config(rollout={"gpus": 1}), 0, False)
     assert gpu_notes(config(cluster={"address": "auto"}), 8, False) == (), "other nodes count, too"
     served = {"backend": "openai", "urls": ["http://one", "http://two"], "weights_dir": "w"}
     assert gpu_notes(config(rollout=served), 8, False) == ("7 of 8 GPUs stay idle: raise trainer.ranks",)

@@ -139,7 +139,7 @@ def check_gpus(config: Config, gpus: int | None) -> None:
 def gpu_notes(config: Config, gpus: int | None, vllm_for_cpu: bool) -> Sequence[str]:
     """Notes on GPUs of this machine that stay idle. `gpus`: as in `check_nccl`; in a cluster that the run joins, the
     start of the run says it. Raises: ConfigError as `divide_gpus`."""
-    if not gpus or config.cluster.joined() is not None:
+    if gpus is None or config.cluster.joined() is not None:
         return ()
     return divide_gpus(needs_of(config, vllm_for_cpu), [gpus]).notes
 

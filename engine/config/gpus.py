@@ -199,8 +199,11 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
     """
     gpus, trainer = sum(nodes), needs.trainer_reserves
     _require_separate(needs, gpus)
-    if not gpus and needs.replica_gpus <= 1:
-        return GpuDivision(replica=needs.replica_gpus, trainer=needs.trainer_gpus)
+    if not gpus and needs.trainer_gpus:
+        each, fix = int(needs.trainer_gpus / needs.ranks), "use 0, or join a cluster that has them (cluster.address)"
+        raise ConfigError("trainer.gpus_per_rank", each, "no node has a GPU", fix)
+    if not gpus and not needs.replica_gpus:
+        return GpuDivision()
     if gpus:
         _require_trainer(needs, nodes)
         _require_guests(needs, nodes)
@@ -336,7 +339,7 @@ def _after_reserved(needs: GpuNeeds, nodes: Sequence[float]) -> FreeGpus:
     free = FreeGpus(nodes)
     _place_trainer_and_store(needs, free)
     if needs.replica_gpus and free.place(needs.apart, needs.replica_gpus):
-        if needs.ranks > 1 and needs.trainer_reserves:
+        if needs.ranks > 1 and needs.trainer_reserves and _trainer_fits(needs, nodes):
             left = sum(nodes) - needs.store_gpus - needs.trainer_reserves
             law = f"its ranks leave {gpus_text(left)} for {needs.apart} replicas of {gpus_text(needs.replica_gpus)}"
             raise ConfigError("trainer.ranks", needs.ranks, law, "use fewer ranks, or fewer replicas")
