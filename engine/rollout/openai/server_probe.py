@@ -69,7 +69,7 @@ async def abilities_of(
         adapts=LOAD_ADAPTER in paths,
         health="/health" if "/health" in paths else "/v1/models",
     )
-    ids = await _same_tokens(http, found, encode)
+    ids = await _probe_ids(http, found, encode)
     if found.pauses:
         await _awake(http)
     await _check_samples(http, found, ids or [1])
@@ -169,7 +169,7 @@ async def _awake(http: Http) -> None:
         raise ConfigError("rollout.urls", http.url, error.message) from None
 
 
-async def _same_tokens(http: Http, found: Abilities, encode: Callable[[str], Sequence[int]] | None) -> list[int] | None:
+async def _probe_ids(http: Http, found: Abilities, encode: Callable[[str], Sequence[int]] | None) -> list[int] | None:
     """Token ids of a test text, which must be the same here and on the server. A server without /tokenize is not
     checked."""
     if encode is None:
