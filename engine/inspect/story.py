@@ -107,12 +107,12 @@ def summarize(state: State) -> dict[str, Any]:
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
                 "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots,
                 "occupied": state.replicas.occupied(r), "groups": list(state.replicas.running(r)),
-                "chunks": state.replicas.measuring(r), "validator": r.validator, "waits": r.process.room,
+                "chunks": state.replicas.measuring(r), "validator": r.validator, "waits": r.process.no_room,
             }
             for r in state.replicas.by_id.values()
         ],
         "processes": [
-            {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
+            {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.no_room}
             for p in state.processes.values()
         ],
         "versions": [

@@ -362,7 +362,7 @@ def _starts(like: list[Order], state: State) -> str:
 def _room(command: Any, state: State) -> str:
     """Why a process that is to start does not yet; empty if it does."""
     process = state.find_process(command.kind, command.index)
-    return f"the cluster has no room for it: {process.room}" if process is not None and process.room else ""
+    return f"the cluster has no room for it: {process.no_room}" if process is not None and process.no_room else ""
 
 
 def start_text(order: Order, state: State) -> str:

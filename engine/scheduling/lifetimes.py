@@ -47,7 +47,7 @@ def start_process(core: Core, process: Process, **beginning: Any) -> None:
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(process.deaths - 1, 10))
     core.state.fire_process(process, "start" if process.state == "gone" else "restart")
     process.incarnation += 1
-    process.excused, process.room = False, ""
+    process.excused, process.no_room = False, ""
     core.orders.add(StartProcess(**process.address(), delay_s=delay_s, **beginning))
 
 
@@ -65,7 +65,7 @@ def reset_process(core: Core, process: Process) -> None:
     if process.state != "gone":
         core.state.fire_process(process, "end")
     process.deaths = process.trained = 0
-    process.excused, process.reason, process.room = False, "", ""
+    process.excused, process.reason, process.no_room = False, "", ""
 
 
 def may_restart(core: Core, process: Process) -> bool:

@@ -98,7 +98,7 @@ def on_up(core: Core, event: ProcessUp) -> None:
 def on_waits(core: Core, event: ProcessWaits) -> None:
     """A process cannot start before it has room; with an empty reason, it has room now. Its start is timed from then
     on."""
-    core.state.process(event.kind, event.index).room = event.reason
+    core.state.process(event.kind, event.index).no_room = event.reason
     start = core.state.orders.find("start", (event.kind, event.index))
     if start is not None:
         mark(core.state, start)
@@ -133,7 +133,7 @@ def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
     if event.incarnation != process.incarnation:
         for subject in ("start", "stop"):
             core.state.orders.withdraw(subject, (event.kind, event.index))
-    process.incarnation, process.room, process.calls = event.incarnation, "", {}
+    process.incarnation, process.no_room, process.calls = event.incarnation, "", {}
     return process
 
 

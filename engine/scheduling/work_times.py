@@ -64,7 +64,7 @@ def could_work(state: State, order: Order) -> bool:
         if type(command) is PauseReplica and command.mode == "wait":
             return not state.orders.of(command.replica, "group")
         if type(command) is StartProcess:
-            return not state.process(command.kind, command.index).room
+            return not state.process(command.kind, command.index).no_room
         return True
     process = state.process_of(owner)
     if process is not None and process.still_since >= 0:

@@ -60,8 +60,8 @@ class Process:
     """It ends for no fault of its own, so it costs no restart: it gets no new work, and ends once it has none."""
     reason: str = ""
     """Why it is to leave."""
-    room: str = ""
-    """What it waits for before it can start."""
+    no_room: str = ""
+    """Why it cannot start: the cluster has no room for it. Empty: it has."""
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
     still: float = 0.0
@@ -99,7 +99,7 @@ class Process:
     @property
     def loads(self) -> bool:
         """It starts, and does not wait for room in the cluster: vLLM takes its GPU meanwhile."""
-        return self.state == "starting" and not self.room
+        return self.state == "starting" and not self.no_room
 
     @property
     def leaves(self) -> bool:

@@ -570,9 +570,9 @@ def test_a_process_that_waits_for_room_is_named_until_it_is_up(kind: str, by: st
     assert [(wait.doing, wait.detail) for wait in waits(run.state) if wait.by == by] == [(doing, "")]
     run.tell(ProcessWaits(**life, reason="again"))
     come_up(run, kind)
-    assert process(run, kind).room == "" and run.state.orders.stale_echoes == 0
+    assert process(run, kind).no_room == "" and run.state.orders.stale_echoes == 0
     run.tell(ProcessWaits(**life, reason="an echo"))
-    assert run.state.orders.stale_echoes == 1 and process(run, kind).room == ""
+    assert run.state.orders.stale_echoes == 1 and process(run, kind).no_room == ""
 
 
 def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
