@@ -11,9 +11,10 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
 from engine.record.frames import Header
-from engine.record.reader import read
+from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder
-from engine.record.replayer import replay
+from engine.record.replayer import Divergence, replay
+from engine.record.snapshots import restore
 from engine.simulation.run_checks import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import ROUNDING, Limits
@@ -24,6 +25,8 @@ from engine.trajectory import Prompt
 WORLDS = 24
 EVENTS = 20_000
 """Maximum number of events of one world. The longest correct world needs a tenth of it."""
+SNAPSHOT_EVERY = 20
+"""Events between two snapshots of a world."""
 ROUGH = Faults(
     lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05,
     fail_state=0.05, fail_rows=0.1,
@@ -97,19 +100,31 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
         described=seen.described, rows=seen.rows, rewards=seen.rewards,
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="proof", limits=limits.to_plain(), policies=dict(chosen.names)))
-    world = World(setting, chosen, recorder)
+    world = World(setting, chosen, recorder, snapshot_every=SNAPSHOT_EVERY)
     try:
         outcome = world.run(events=EVENTS)
     except Finding as finding:
         return str(finding)
     if outcome.outcome != "finished" and faults == Faults() and not _filtered_out(world.scheduler.state):
         return f"the run {outcome.outcome} without any fault: {outcome.reason} [seed {seed}]"
-    report = replay(read(recorder))
-    if report.divergence is not None:
-        where = str(report.divergence).splitlines()[0]
+    record = read(recorder)
+    divergence = replay(record).divergence or _divergence_after_resume(record)
+    if divergence is not None:
+        where = str(divergence).splitlines()[0]
         cause = "a clock, random numbers or undeclared memory"
         return f"law 8: it decides differently on replay, because of {cause}; {where} [seed {seed}]"
     return ""
+
+
+def _divergence_after_resume(record: Record) -> Divergence | None:
+    """The first other decision of a scheduler that begins in the middle, as in a resume. Its policies are new objects
+    with the memory of the snapshot."""
+    places = list(record.snapshots())
+    if not places:
+        return None
+    middle = places[len(places) // 2]
+    scheduler = restore(record.snapshot(middle).plain)
+    return replay(record, build=lambda _: scheduler, after=middle, compare_snapshots=False).divergence
 
 
 def _filtered_out(state: State) -> bool:

@@ -224,12 +224,12 @@ class View:
         return (view_group(group) for group in self._state.groups.live.values())
 
     def ready_deadlines(self) -> Iterator[tuple[GroupId, StepId]]:
-        """(group, deadline) of the groups a step may take, first ready first; cheaper than `ready_groups`."""
+        """(group, deadline) of the groups a step may take, first ready first."""
         groups = self._state.groups.live
         return ((id, groups[id].deadline) for id in self._state.groups.ready)
 
     def ready_ids(self) -> Iterator[GroupId]:
-        """Groups a step may take, first ready first; the cheapest of the three."""
+        """Groups a step may take, first ready first."""
         return iter(self._state.groups.ready)
 
     def requirements(self) -> list[tuple[StepId, int, int]]:
