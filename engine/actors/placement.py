@@ -99,9 +99,25 @@ def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:
     """What the trainer still waits for after `timeout_s`; empty once its GPUs are reserved. Blocks."""
     if group is None or group.wait(timeout_s):
         return ""
-    free = ray.available_resources().get("GPU", 0.0)
-    state = f": {free:g} of {sum(node_gpus()):g} GPUs are free" if plan.trainer_gpus else ""
+    state = f": {_free_text(free_gpus())}" if plan.trainer_gpus else ""
     return f"the trainer waits for {_trainer_place(plan)}{state}"
+
+
+def replicas_wait(plan: Plan) -> str:
+    """What replicas that are about to start will wait for, because other programs use the GPUs; empty if nothing."""
+    from engine.config.gpus import ROUNDING
+
+    needed, free = plan.rollout_gpus * (len(plan.lives()) - len(plan.guests)), free_gpus()
+    return f"the replicas wait for {needed:g} GPUs: {_free_text(free)}" if needed > free * ROUNDING else ""
+
+
+def free_gpus() -> float:
+    """GPUs of the cluster that nothing uses."""
+    return float(ray.available_resources().get("GPU", 0.0))
+
+
+def _free_text(free: float) -> str:
+    return f"{free:g} of {sum(node_gpus()):g} GPUs are free"
 
 
 def _trainer_place(plan: Plan) -> str:

@@ -31,7 +31,14 @@ from engine.actors.detached_actors import (
 from engine.actors.failover import STORES, metrics_at_end, recovery_of, take_over
 from engine.actors.failures import named, raised
 from engine.actors.launcher_watch import announce_process
-from engine.actors.placement import found_place, free_places, on_this_node, reserve_trainer, trainer_waits
+from engine.actors.placement import (
+    found_place,
+    free_places,
+    on_this_node,
+    replicas_wait,
+    reserve_trainer,
+    trainer_waits,
+)
 from engine.actors.ray_processes import CLOSE_TIMEOUT_S, RayProcesses, RayStores
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
@@ -166,6 +173,8 @@ class SchedulerActor:
         self._start_stores()
         self._connect(loop)
         await loop.control.open()
+        if waits := await asyncio.to_thread(replicas_wait, plan):
+            self._say(waits)
         await asyncio.gather(loop.supervisor.open(None if history is None else history.restore), self._open_gateway())
         return loop.endpoint.url if loop.endpoint else None
 
@@ -186,8 +195,11 @@ class SchedulerActor:
         while waits := await asyncio.to_thread(trainer_waits, plan, self._trainer_group, TRAINER_PATIENCE_S):
             if waits != said:
                 said = waits
-                log.warning(waits)
-                self._waits.put_nowait(waits)
+                self._say(waits)
+
+    def _say(self, waits: str) -> None:
+        log.warning(waits)
+        self._waits.put_nowait(waits)
 
     @property
     def _trainer_place(self) -> str:

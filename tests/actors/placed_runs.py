@@ -75,8 +75,8 @@ def note_place(directory: Path, process: str) -> None:
 
 def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]], float]:
     """A run on two nodes of two free GPUs whose trainer needs both of one, and dies once. What its start says while
-    another program has a GPU of each, which ends once that is said; the node and GPUs of each process; and the GPUs
-    that are free after the run."""
+    another program has a GPU of each, and gives one back whenever that is said; the node and GPUs of each process; and
+    the GPUs that are free after the run."""
 
     def rollout(replica: int) -> Rollout:
         note_place(directory, f"replica-{replica}")
@@ -93,9 +93,8 @@ def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int
 
     def show(share: float, text: str) -> None:
         said.append(text)
-        if "waits" in text:
-            for other in others:
-                ray.kill(other)
+        if "GPUs are free" in text:
+            ray.kill(others.pop())
 
     made = plan(
         directory, make_rollout=rollout, make_trainer=trainer, restore_trainer=restore_counter, trainer_ranks=2
