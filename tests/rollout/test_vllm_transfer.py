@@ -460,14 +460,16 @@ def test_the_group_of_a_replica_whose_process_has_ended_is_closed() -> None:
     from engine.rollout.vllm.gloo_transfer import GlooGroup
 
     async def scenario() -> None:
-        died = asyncio.Event()
+        died, weights = asyncio.Event(), RemoteWeights(None, ObjectStoreTransport(), wire=WIRE)
         replica = SimpleNamespace(alive=SimpleNamespace(remote=died.wait))
-        weights = RemoteWeights(None, ObjectStoreTransport(), wire=WIRE)
+        await weights.turn(READER, Join(group="of its last life", workers=1), replica)
+        watch = weights._watches[READER]
         join = await weights.turn(READER, Join(group="one", workers=1), replica)
         assert join is not None
         where = join.argument["master_address"], join.argument["master_port"]
         engine = await asyncio.to_thread(GlooGroup, *where, 1, join.argument["world_size"], WIRE.timeout_s)
         assert await weights.turn(READER, WeightsAnswer(group="one", wrong=""), replica) is None
+        assert watch.cancelled(), "the end of its last life closes no group of this one"
         died.set()
         with pytest.raises(RuntimeError, match="by peer"):
             await asyncio.to_thread(engine.broadcast, torch.empty(1))
