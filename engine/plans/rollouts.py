@@ -38,7 +38,7 @@ from engine.runtime.plan import Rollout
 from engine.runtime.process_port import source_of
 from engine.states.process import REPLICA
 from engine.tasks.rewards import load_coroutine
-from engine.workers.stage import Work, unchanged
+from engine.workers.stage import Work
 
 AGENT = ("base_url", "api_key", "prompt")
 
@@ -175,12 +175,12 @@ def make_sharing_rollout(config: Config, inputs: Inputs, replica: ReplicaId, gpu
     return make_rollout(config, replace(inputs, gpu_part=gpu_part), replica)
 
 
-def make_work(config: Config, inputs: Inputs, state: str) -> Work:
-    """The work of an added state whose class has none: score the groups, or return them unchanged."""
+def make_work(config: Config, inputs: Inputs, state: str) -> Work | None:
+    """Score the groups, if that is the work of an added state; None for any other."""
     states = [added for added in rewarding(config) if added.name == state]
     reward = reward_of(config, inputs)
     if not states or reward is None:
-        return unchanged
+        return None
     from transformers import AutoTokenizer
 
     tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False), states[0].concurrency

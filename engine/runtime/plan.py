@@ -123,8 +123,9 @@ class Plan:
     make_inspection: Callable[[str], Inspection] | None = None
     """Makes what a simulation does in place of the work of an added state of train steps: it has no tensors and no
     text. None: the work itself."""
-    make_work: Callable[[str], Work] | None = None
-    """Makes the work of an added state whose policy has no `work`; None: groups pass unchanged."""
+    make_work: Callable[[str], Work | None] | None = None
+    """Makes the work of an added state in place of that of its policy; None, also as its result: that of the policy,
+    and without one groups pass unchanged."""
     described: tuple[str, ...] | None = None
     """Columns of a row that policies and added states see, with the lengths and the named rewards of its group; None:
     none asks, so events have only figures."""

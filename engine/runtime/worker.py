@@ -335,10 +335,9 @@ class PlannedStages(PlannedWorker):
 
         plan = self.plan
         load_extensions_of(plan.config)
-        of_groups = [*plan.limits.states_at(QUEUED), *plan.limits.states_at(GENERATED)]
-        own = {name: work_of(name) for name in of_groups}
-        made = {name: plan.make_work(name) for name, work in own.items() if work is None and plan.make_work is not None}
-        return {name: work or made.get(name, unchanged) for name, work in own.items()}
+        names = [*plan.limits.states_at(QUEUED), *plan.limits.states_at(GENERATED)]
+        made = {name: plan.make_work(name) for name in names} if plan.make_work is not None else {}
+        return {name: made.get(name) or work_of(name) or unchanged for name in names}
 
     def _inspections(self) -> dict[str, Inspection]:
         """The same for the states of train steps."""

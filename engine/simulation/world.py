@@ -177,7 +177,7 @@ class World:
             cache_every_s=CACHE_EVERY_S if setting.cache_tokens else 0.0,
             restore_trainer=restore,
             make_scorer=lambda tasks: SimScorer(self.dice),
-            make_work=lambda state: work_of(self.dice, state),
+            make_work=lambda state: work_of(self.dice, state),  # not the user's: it may be slow
             make_inspection=lambda state: inspection_of(self.dice),
             run_dir=None if self._directory is None else Path(self._directory.name),
             held_out=[Prompt(row=row, text="") for row in range(rows)],

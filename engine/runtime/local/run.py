@@ -39,7 +39,7 @@ from engine.states.machine import entered
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
-from engine.workers.stage import Work, unchanged
+from engine.workers.stage import Work
 from engine.workers.threads import contained
 from engine.workers.worker_tasks import end_tasks
 
@@ -119,8 +119,8 @@ async def run_async(
     `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none. `epochs`: passes over a list
     of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one response each
     (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`: makes the scorer
-    of tasks that `limits.pools` separates from `train`. `works`: the work of those `limits.added_states` whose policies
-    have no `work`; it has `state_timeout_s` for each group. `policy_fields`: columns of a prompt's `fields` that added
+    of tasks that `limits.pools` separates from `train`. `works`: the work of `limits.added_states`, in place of that of
+    their policies; it has `state_timeout_s` for each group. `policy_fields`: columns of a prompt's `fields` that added
     states and a custom filter see.
 
     `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
@@ -313,7 +313,7 @@ class _Arguments:
             make_trainer=lambda: self.trainer,
             replicas=self.replicas - len(limits.validators()),
             make_scorer=None if self.make_scorer is None else self._scorer,
-            make_work=lambda name: self.works.get(name, unchanged),
+            make_work=self.works.get,
             most_replicas=MOST_REPLICAS if self._left is None else self.replicas,
             restore_trainer=_load if isinstance(self.trainer, Restorable) else None,
             **settings,
