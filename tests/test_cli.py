@@ -708,7 +708,8 @@ def test_a_folder_without_runs_has_no_newest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "RUN 'latest' does not exist; there is no run in runs/" in refused(capsys, "status", "latest")
+    says = "there is no run in runs/; give its directory, or start one with `engine run`"
+    assert says in refused(capsys, "status", "latest")
 
 
 def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched: Launch) -> None:
