@@ -100,6 +100,12 @@ def _flat_reward(rows: Sequence[Row]) -> str:
 
     if not all(map(is_flat, rows[-STEPS:])):
         return ""
+    least, most = value_range(rows[-1]) or (0.0, 0.0)
+    if 0 < least == most and all(value_range(row) == (least, most) for row in rows[-STEPS:]):
+        return (
+            f"in each of the last {STEPS} train steps, every response got the reward {most:g}, so the model learned "
+            "nothing: the prompts may be solved: use harder ones, or check the reward with `engine samples`"
+        )
     return (
         f"in each of the last {STEPS} train steps, all responses to a prompt got the same reward, so the "
         "model learned nothing: check the reward with `engine samples`, or use easier or harder prompts"
