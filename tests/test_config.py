@@ -839,6 +839,8 @@ def test_devices_that_this_machine_lacks_are_refused_unless_the_run_joins_a_clus
     check_gpus(config, 2)
     check_gpus(config, None)
     check_gpus(parse_config({**MADE, **sections, "cluster": {"address": "auto"}}), 0)
+    with pytest.raises(ConfigError, match=r"trainer\.attention 'varlen' cannot be used: this machine has 0 GPUs"):
+        check_config(parse_config({**MADE, "trainer": {"attention": "varlen"}}))
     with pytest.raises(ConfigError, match=r"rollout\.device 'cuda' cannot be used: this machine has 0 GPUs"):
         check_config(parse_config({**MADE, "rollout": {"device": "cuda"}}))
     check_config(parse_config(MADE))

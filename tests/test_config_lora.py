@@ -112,12 +112,12 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def on_disk(directory: Path, **lora: Any) -> Any:
+def on_disk(directory: Path, trainer: dict[str, Any] | None = None, **lora: Any) -> Any:
     return parse_config(
         {
             "model": {"path": str(directory)}, "data": {"path": str(directory / "data.jsonl")},
             "run": {"code_dir": str(directory)}, "reward": {"function": "judge_for_lora:score"},
-            "trainer": {"lora": {"rank": 4, **lora}},
+            "trainer": {"lora": {"rank": 4, **lora}, **(trainer or {})},
         }
     )  # fmt: skip
 
@@ -138,6 +138,11 @@ def test_a_check_names_the_layers_that_the_model_has(directory: Path) -> None:
         list(check_inputs(on_disk(directory, target_modules=["q_proj", "c_attn", "embed_tokens"])))
     assert "the model has no linear layer named c_attn, embed_tokens" in str(caught.value)
     assert "use all-linear, or names from q_proj, up_proj, v_proj" in str(caught.value)
+
+
+def test_router_replay_is_refused_for_a_model_without_experts(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay is True: model\.path .* has no experts; use false"):
+        list(check_inputs(on_disk(directory, {"router_replay": True})))
 
 
 def test_a_rank_that_no_layer_can_have_is_refused(directory: Path) -> None:

@@ -129,10 +129,13 @@ def check_gpus(config: Config, gpus: int | None) -> None:
     devices = {"trainer.device": config.trainer.device}
     if config.rollout.backend == "torch" or config.rollout.custom:
         devices["rollout.device"] = config.rollout.device
+    law = f"cannot be used: this machine has {counted(gpus, 'GPU')}"
+    if config.trainer.attention == "varlen" and not gpus:
+        fix = "use auto, or join a cluster that has one (cluster.address)"
+        raise ConfigError("trainer.attention", "varlen", law, fix)
     for field, device in devices.items():
         kind, _, number = device.partition(":")
         if kind == "cuda" and int(number or 0) >= gpus:
-            law = f"cannot be used: this machine has {counted(gpus, 'GPU')}"
             raise ConfigError(field, device, law, "use auto, or join a cluster that has it (cluster.address)")
 
 

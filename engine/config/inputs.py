@@ -23,7 +23,7 @@ from engine.protocols.named_code import NO_LOCAL, Local
 from engine.tasks.answers import answer_of
 from engine.tasks.quickstart import MadeModel
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
-from engine.training.lora import WEIGHTS_FILE
+from engine.training.lora import WEIGHTS_FILE, has_experts
 from engine.training.named_tensors import Shapes, first_difference
 from engine.trajectory import Prompt
 
@@ -150,7 +150,10 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
 
 
 def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str]:
-    """Lines on the adapter and on memory. Raises: ConfigError for what cannot fit."""
+    """Lines on the adapter and on memory. Raises: ConfigError for what cannot fit, and for routers that it lacks."""
+    if shapes and config.trainer.router_replay and not has_experts(shapes):
+        law = f"model.path {config.model.path} has no experts"
+        raise ConfigError("trainer.router_replay", True, law, "use false")
     lora = config.trainer_settings.lora
     if lora is not None:
         yield from adapter_line(lora, shapes, numbers_in(shapes))

@@ -101,8 +101,12 @@ def add_adapter(model: Any, lora: Lora, seed: int = 0) -> None:
 def without_experts(layers: Iterable[str], parameters: Iterable[str]) -> list[str]:
     """The names of the layers that an adapter can have, sorted: all, or in a model with experts those that no expert
     has. peft takes the others for the experts, and changes the targets of an adapter accordingly."""
-    has_experts = any("experts" in parameter.split(".") for parameter in parameters)
-    return sorted({*layers} - OF_EXPERTS if has_experts else {*layers})
+    return sorted({*layers} - OF_EXPERTS if has_experts(parameters) else {*layers})
+
+
+def has_experts(parameters: Iterable[str]) -> bool:
+    """Whether a model with parameters of these names is a mixture of experts."""
+    return any("experts" in parameter.split(".") for parameter in parameters)
 
 
 def linear_layers(model: Any) -> list[str]:
