@@ -444,7 +444,7 @@ async def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> No
         (None, ""),
         (True, "must return None if it lets them pass, or a text with the reason if it refuses them, not True"),
         ("  ", "must return None"),
-        (RuntimeError("the judge is away"), "the judge is away"),
+        (RuntimeError("the judge is away"), "the judge is away (test_stage_worker.py:"),
     ],
 )
 @played
