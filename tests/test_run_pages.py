@@ -124,6 +124,15 @@ def test_a_list_and_a_page_show_the_last_number_of_train_steps(capsys: Capture) 
     assert answered(capsys, "show", "longer")["configuration"]["run.max_steps"]["value"] == 6
 
 
+def test_a_run_without_metrics_has_no_figures_instead_of_zeros(capsys: Capture) -> None:
+    """Such as a session, whose loop keeps its own metrics."""
+    (make_run("session") / "metrics.jsonl").unlink()
+    (row,) = answered(capsys, "runs")["runs"]
+    assert row["steps"] is None and "session  finished           -/4" in said(capsys, "runs")
+    assert {*answered(capsys, "show", "session")["figures"].values()} == {None}
+    assert "figures" not in said(capsys, "show", "session")
+
+
 def test_a_step_that_was_not_published_does_not_count_as_finished(capsys: Capture) -> None:
     make_run("killed", killed=lambda state: state.training.steps_trained == 3 and state.publishing)
     (row,) = answered(capsys, "runs")["runs"]

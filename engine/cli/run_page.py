@@ -109,9 +109,11 @@ class RunFiles:
 
     @property
     def figures(self) -> dict[str, float | int | None]:
+        """None for each figure that is unknown: for all if the run keeps no metrics."""
         from engine.inspect.run_figures import figures
 
-        return figures(self.rows, self.validations)
+        found = figures(self.rows, self.validations)
+        return found if self.directory.metrics.exists() else dict.fromkeys(found)
 
     @property
     def curves(self) -> dict[str, "Curve"]:
@@ -195,11 +197,12 @@ def _listed(directory: RunDirectory) -> dict[str, Any]:
         state, model, most = listed_state_of(directory), run.model, _section(run, "run").get("max_steps")
     except EngineError as error:
         state, model, most = RunState(FAILED, f"{DAMAGED}: {error}"), "-", None
+    trained = int(last["step"]) + 1 if last else 0
     return {
         "name": directory.path.name,
         "state": state.word,
         "model": model,
-        "steps": int(last["step"]) + 1 if last else 0,
+        "steps": trained if directory.metrics.exists() else None,
         "max_steps": most,
         "reward_first": first.get("reward_mean"),
         "reward_last": last.get("reward_mean"),
@@ -228,7 +231,7 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
     head = f"{'run':<{wide}}  {'state':<11}  {'steps':>9}  {'reward':>14}  {'time':>7}"
     console.print(Text(head, style="dim"), soft_wrap=True)
     for name, row in zip(names, rows, strict=True):
-        steps = f"{row['steps']}" + (f"/{row['max_steps']}" if row["max_steps"] is not None else "")
+        steps = figure(row["steps"], "d") + (f"/{row['max_steps']}" if row["max_steps"] is not None else "")
         reward = f"{figure(row['reward_first'], '.3f')} → {figure(row['reward_last'], '.3f')}"
         line = Text(f"{name:<{wide}}  ", style="bold")
         line.append(f"{row['state']:<11}  ", style=f"not bold {STYLES.get(row['state'], 'yellow')}")
@@ -408,8 +411,8 @@ def _value(value: Any) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figure_table(runs: Sequence[RunFiles]) -> "Table":
-    """The figures of one run, or of two with their difference."""
+def _figure_table(runs: Sequence[RunFiles]) -> "Table | None":
+    """The figures of one run, or of two with their difference; None if there is none."""
     found = [run.figures for run in runs]
     two = len(runs) == 2
     table = _grid("figure", *("A", "B", "B - A") if two else ("value",), right=("A", "B", "B - A", "value"))
@@ -419,7 +422,7 @@ def _figure_table(runs: Sequence[RunFiles]) -> "Table":
             known = [value for value in values if value is not None]
             change = [_number(known[1] - known[0])] if len(known) == 2 else [""] if two else []
             table.add_row(name.replace("_", " "), *map(_number, values), *change)
-    return table
+    return table if table.row_count else None
 
 
 def _curve_table(runs: Sequence[RunFiles], width: int) -> "Table | None":
