@@ -180,6 +180,8 @@ class _Check:
             where = f"{rows.where} {number}"
             if renames and names is None:
                 self._require_renamed(raw, where, file)
+            if self._prompt_field not in row and row.get(MESSAGES) is None:
+                self._refuse_row(row, where, file)
             kind = _check_prompt(row, where, file, self._prompt_field, self._config_field)
             if self._first is None or kind != self._first[0]:
                 self._one_kind(kind, where, file)
@@ -238,6 +240,13 @@ class _Check:
                 fix = choice(old, [*names], f"its columns are {shown}")
                 law = f"{where} has no column {old!r}, which `columns` renames"
                 raise ConfigError(self._config_field, str(file), law, fix)
+
+    def _refuse_row(self, row: Mapping[str, Any], where: str, file: Path) -> None:
+        """Raises: `ConfigError` for a row that has no column with a prompt."""
+        fix = ""
+        if self._first is not None and self._first[2] == file:
+            fix = f"give it a prompt, as {self._first[1]} has one, or remove it"
+        _missing_prompt(list(row), where, file, self._prompt_field, self._config_field, fix)
 
     def _one_kind(self, kind: str, where: str, file: Path) -> None:
         """Refuse files in which some prompts are texts and others are chats."""
@@ -316,8 +325,6 @@ def _is_text(kind: Any) -> bool:
 def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: str, config_field: str) -> str:
     """The kind of the row's prompt, in words. Raises: `ConfigError`."""
     prompt, messages = row.get(prompt_field), row.get(MESSAGES)
-    if prompt is None and prompt_field not in row and messages is None:
-        _missing_prompt(list(row), where, file, prompt_field, config_field)
     if prompt is not None and messages is not None and prompt_field != MESSAGES:
         law = f"{where} has both {prompt_field!r} and {MESSAGES!r}, and only one of them can be the prompt"
         raise ConfigError(config_field, str(file), law, f"rename a column, or set data.prompt_field: {MESSAGES}")
@@ -336,9 +343,12 @@ def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: 
     return "a list of messages"
 
 
-def _missing_prompt(names: Sequence[str], where: str, file: Path, prompt_field: str, config_field: str) -> None:
+def _missing_prompt(
+    names: Sequence[str], where: str, file: Path, prompt_field: str, config_field: str, fix: str = ""
+) -> None:
+    """`fix`: what to do; empty: name another column."""
     shown = ", ".join(repr(name) for name in names[:12]) or "none"
-    fix = choice(prompt_field, names, f"set data.prompt_field to one of {shown}")
+    fix = fix or choice(prompt_field, names, f"set data.prompt_field to one of {shown}")
     raise ConfigError(config_field, str(file), f"{where} has neither {prompt_field!r} nor 'messages'", fix)
 
 
