@@ -278,6 +278,7 @@ def test_idle_gpus_are_named_with_the_settings_that_use_them() -> None:
     assert gpu_notes(config(), 8, False) == (
         "5 of 8 GPUs stay idle: raise rollout.replicas to at most 7, or raise trainer.ranks",
     )
+    assert gpu_notes(config(), 4, False)[0].startswith("1 of 4 GPUs stays idle: ")
     assert gpu_notes(config(), 3, False) == gpu_notes(config(), None, False) == gpu_notes(config(), 0, False) == ()
     with pytest.raises(ConfigError, match=r"rollout\.replicas is 2: each needs 1 GPU on one node"):
         gpu_notes(config(rollout={"gpus": 1}), 0, False)

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def start(plan: Plan, progress: Progress | None = None) -> "RunHandle":
     """Start the run of a plan. If Ray is not initialized, starts a local cluster, which ends with the run.
     `progress(share, text)` is called as each stage of the start begins."""
     show = progress or (lambda share, text: None)
+    say = partial(show, 0.0) if progress else log.warning
     plan.require_scorers()
     if plan.run_dir is None:  # without a record, the run cannot be relaunched
         plan = dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, run_restarts=0))
@@ -95,9 +97,8 @@ def start(plan: Plan, progress: Progress | None = None) -> "RunHandle":
         node = RayNode(own, plan.run_dir, ray_processes())
         plan, notes = with_gpus(plan)
         for note in notes:
-            log.warning(note)
-            show(0.0, note)
-        return RunHandle(plan, Launched.of(plan, node, lambda text: show(0.0, text)), node)
+            say(note)
+        return RunHandle(plan, Launched.of(plan, node, say), node)
     except BaseException:
         if node is not None:
             node.close()

@@ -452,7 +452,8 @@ def _idle(needs: GpuNeeds, division: GpuDivision, free: FreeGpus, gpus: float) -
     more = sampling + free.room(division.replica) if division.replica else 0
     ways = [f"raise rollout.replicas to at most {more}"] if more > sampling else []
     ways += ["raise trainer.ranks"] if division.trainer else []
-    yield f"{free.whole} of {gpus_text(gpus)} stay idle: {', or '.join(ways) or 'set trainer.device: auto'}"
+    stay = "stays" if free.whole == 1 else "stay"
+    yield f"{free.whole} of {gpus_text(gpus)} {stay} idle: {', or '.join(ways) or 'set trainer.device: auto'}"
 
 
 def _without_replicas(needs: GpuNeeds) -> Iterator[str]:

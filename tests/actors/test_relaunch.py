@@ -112,3 +112,24 @@ def test_a_run_asked_to_end_between_two_starts_is_not_started_again(
     with pytest.raises(RunFailed, match=NO_MEMORY):
         starts.run._relaunch_run("the trajectory store is lost", recorded=True)
     assert len(starts.tried) == len(starts.said) == 1
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_a_start_waits_for_is_said_once(
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the caller if it shows progress, and in the log otherwise."""
+
+    def launched(begun: Plan, node: RayNode, show: Callable[[str], None]) -> Launched:
+        show("it waits")
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    monkeypatch.setattr(running, "connect", lambda size: None)
+    monkeypatch.setattr(running, "ray_processes", dict)
+    monkeypatch.setattr(running, "with_gpus", lambda plan: (plan, ("1 GPU is idle",)))
+    monkeypatch.setattr(Launched, "of", launched)
+    with pytest.raises(KeyboardInterrupt):
+        running.start(plan(tmp_path), (lambda share, text: said.append(text)) if shown else None)
+    assert (said if shown else caplog.messages)[-2:] == ["1 GPU is idle", "it waits"]
+    assert not caplog.messages if shown else not said
