@@ -152,14 +152,17 @@ def test_a_run_of_an_engine_with_other_limits_is_listed_with_its_first_settings(
 
 
 def test_a_damaged_file_or_an_odd_name_of_a_run_hides_no_other(capsys: Capture) -> None:
-    for name in ("20260101-000000-good", "20269999-999999-odd", "20260101-000000-lines", "20260101-000000-config"):
-        make_run(name)
+    for name in ("good", "lines", "config", "index"):
+        make_run(f"20260101-000000-{name}")
+    make_run("20269999-999999-odd")
     with open("runs/20260101-000000-lines/metrics.jsonl", "ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"step": null, "reward_mean": "x"}\n' + b"[" * 100_000 + b"\n")
     Path("runs/20260101-000000-config/config.yaml").write_bytes(b"model: \xff")
+    Path("runs/20260101-000000-index/schedule/index.json").unlink()
     rows = {row["name"].rpartition("-")[2]: row for row in answered(capsys, "runs")["runs"]}
     assert {name: row["state"] for name, row in rows.items()} == {
         "good": "finished", "odd": "finished", "lines": "finished", "config": "damaged",
+        "index": "damaged",
     }  # fmt: skip
     assert rows["lines"]["steps"] == 4 and rows["lines"]["reward_last"] == rows["good"]["reward_last"]
     assert "finished: 4 train steps" in said(capsys, "show", "20260101-000000-lines")

@@ -155,7 +155,9 @@ def _recorded(schedule: Path) -> RunState:
 def _undecided(schedule: Path) -> RunState:
     from engine.record import read
 
-    return _state_at_end(read(schedule).outcome())
+    record = read(schedule)
+    record.require_index()
+    return _state_at_end(record.outcome())
 
 
 def _state_at_end(end: FinishRun | None, trained: str = "") -> RunState:
