@@ -46,6 +46,7 @@ class RecordedWaits:
     outcome: str | None
     reason: str
     event: EventId
+    """-1: the record has no event."""
     at: float
     """Seconds since the run began."""
     waits: tuple[str, ...]
@@ -57,8 +58,10 @@ class RecordedWaits:
     def __str__(self) -> str:
         if self.outcome is not None:
             return f"the run has {self.outcome}: {self.reason}"
-        lines = [f"after event {self.event}, at {self.at:.3f} s, according to the record"]
-        return "\n".join([*lines, *(f"  {wait}" for wait in self.waits or ["nothing: no order is open"])])
+        place = f"after event {self.event}, at {self.at:.3f} s, according to the record"
+        if self.event < 0:
+            place = "according to the record, which has no event"
+        return "\n".join([place, *(f"  {wait}" for wait in self.waits or ["nothing: no order is open"])])
 
 
 def recorded_waits(run: str | Path) -> RecordedWaits:

@@ -9,7 +9,7 @@ import pytest
 from engine.commands import StartGroup, TrainStep
 from engine.errors import ConfigError, EngineError, RecordError
 from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
-from engine.inspect import open_record, replayed, state_at
+from engine.inspect import open_record, recorded_waits, replayed, state_at
 from engine.inspect.story import summarize, summary_lines
 from engine.policies import PolicySet
 from engine.record import Header, Record, Recorder, Tick, read, replay
@@ -208,6 +208,7 @@ def test_an_empty_record_has_no_event(tmp_path: Path) -> None:
     assert str(replay(record)) == "identical: 0 events in 0 ticks, 0 commands"
     with pytest.raises(ConfigError, match="has no event yet"):
         state_at(record, 0)
+    assert str(recorded_waits(tmp_path)) == "according to the record, which has no event\n  nothing: no order is open"
 
 
 def test_long_answers_are_cut(tmp_path: Path) -> None:
