@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.commands import EnterState, InspectStep
-from engine.errors import DataFailure, EngineError, clean, place_of, reason_of
+from engine.errors import DataFailure, EngineError, clean, reason_of
 from engine.events import Event, InspectionFailed, StateFailed, StateLeft, StepInspected
 from engine.ids import NO_VERSION, GroupId, Incarnation
 from engine.protocols import Batch, Closable, Fallible, PublishedWeights
@@ -244,16 +244,15 @@ class StageWorker:
         )  # fmt: skip
 
     def _failed(self, command: EnterState | InspectStep, cause: str, error: BaseException) -> Event:
-        reason = f"{reason_of(error)}{place_of(error)}"
         if isinstance(command, InspectStep):
             log.warning("the inspection %s failed on step %d", command.state, command.step, exc_info=error)
             return InspectionFailed(
                 step=command.step, attempt=command.attempt, state=command.state, version=command.version,
-                reason=reason,
+                reason=reason_of(error),
             )  # fmt: skip
         log.warning("%s failed on group %d (%s)", command.state, command.group, cause, exc_info=error)
         return StateFailed(
-            group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason
+            group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason_of(error)
         )
 
 
