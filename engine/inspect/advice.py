@@ -197,6 +197,11 @@ class _Case:
             cause = "because groups waited for rewards, the trajectory store or added states, which no estimate covers"
             fix = "make these faster, or raise their concurrency, for example reward.concurrency"
             return f"no advice: slots were idle {percent(rewarded)} of the time {cause}; {fix}"
+        late = self.trainer.get("waiting_for_stragglers", 0.0)
+        if late > max(trains, self.busy):
+            fix = "let a group take less time (rollout.max_tokens, agent.timeout_s, environment.timeout_s), or skip "
+            fix += "late groups (scheduler.policies.deadline)"
+            return f"no advice: the trainer waited {percent(late)} of the time for groups at their deadline; {fix}"
         busy = f"the trainer was busy {percent(trains)} of the time, and slots {percent(self.busy)}"
         return f"no setting would make the run much faster: {busy}"
 

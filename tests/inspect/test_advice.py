@@ -130,6 +130,11 @@ def test_a_balanced_run_has_nothing_to_gain() -> None:
         "states, which no estimate covers; make these faster, or raise their concurrency, for example "
         "reward.concurrency",
     )
+    idle = (("staleness_bound", 1e9),)
+    waiting = [span._replace(trainer="waiting_for_stragglers", idle_s=idle) for span in history.idle]
+    assert advise(replace(history, idle=tuple(waiting))).none.startswith(
+        "no advice: the trainer waited 100 % of the time for groups at their deadline; let a group take less time"
+    )
 
 
 def test_advice_names_k_where_it_must_follow_s() -> None:
