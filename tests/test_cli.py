@@ -742,6 +742,8 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert code == 5 and "interrupted after" in said and "its processes were killed" in said
     assert "does not exist; the newest run is runs/latest" in refused(capsys, "status", "nowhere")
     assert cli.main(["waits", "whole"]) == 0 and capsys.readouterr().out == "the run has finished: 4 train steps\n"
+    assert cli.main(["waits", "drained"]) == 0
+    assert capsys.readouterr().out == "the run has drained: interrupted by the user\n"
     assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
     assert "is not running: finished: 4 train steps; see its summary with `engine show whole`\n" in refused(
         capsys, "drain", "whole"

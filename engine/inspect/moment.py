@@ -70,7 +70,7 @@ def recorded_waits(run: str | Path) -> RecordedWaits:
     state = recovered.scheduler.state
     end = state.ending.outcome
     found = tuple(wait.sentence(recovered.at) for wait in waits(state))
-    outcome, reason = (None, "") if end is None else (end.outcome, end.reason)
+    outcome, reason = (None, "") if end is None else (end.word, end.reason)
     return RecordedWaits(outcome, reason, recovered.events - 1, recovered.at, found)
 
 
