@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -224,7 +225,7 @@ class Scene:
     def lost(self) -> list[tuple[str, int, str]]:
         """(source, incarnation, reason) of each loss that was reported."""
         return [
-            (source_of(event.kind, event.index), event.incarnation, event.reason)
+            (source_of(event.kind, event.index), event.incarnation, without_place(event.reason))
             for event in self.events
             if isinstance(event, ProcessLost)
         ]
@@ -260,3 +261,8 @@ async def settled() -> None:
         for thread in [one for one in threading.enumerate() if one.name in ("is_sound", "damaged_of")]:
             await asyncio.to_thread(thread.join)
         await asyncio.to_thread(lambda: None)
+
+
+def without_place(reason: str) -> str:
+    """A reason without the line of the test's own code that raised it."""
+    return re.sub(r" \(\w+\.py:\d+, in \w+\)", "", reason)
