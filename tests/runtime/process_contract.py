@@ -239,7 +239,7 @@ async def a_start_that_fails_is_lost_once_with_the_users_error_and_the_next_work
     (scene.directory / "fails").touch()
     scene.start(REPLICA, 1)
     lost = await scene.hears(ProcessLost, incarnation=1)
-    assert lost.reason == "it could not be started: RuntimeError: no memory"
+    assert lost.reason.startswith("it could not be started: RuntimeError: no memory")
     scene.start(REPLICA, 1)  # it is over
     await scene.up(TRAINER, 3)
     scene.stop(REPLICA, 1)  # is answered all the same
