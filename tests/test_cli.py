@@ -708,7 +708,7 @@ def test_a_folder_without_runs_has_no_newest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    says = "there is no run in runs/; give its directory, or start one with `engine run`"
+    says = "runs/ contains no run; give the directory of a run, or start one with `engine run`"
     assert says in refused(capsys, "status", "latest")
 
 

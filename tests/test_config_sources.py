@@ -98,7 +98,7 @@ def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, case: str) -> 
 
 
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
-    "line": ('{"prompt": "a"}\n{"prompt": ', {}, r"data\.sources\.code .*code\.jsonl'.*line 2 is not valid JSON"),
+    "line": ('{"prompt": "a"}\n{"prompt": ', {}, r"data\.sources\.code .*code\.jsonl'.*line 2 cannot be read as JSON"),
     "field": (
         '{"promt": "a"}\n',
         {},

@@ -345,7 +345,7 @@ def test_a_run_is_scaled_down_within_the_laws() -> None:
 
 
 def test_simulated_runs_do_not_call_the_work_of_a_state(config: Callable[..., Path]) -> None:
-    """It may take a minute, and may ask a service that costs money."""
+    """The work may take a minute, and may call a paid service."""
     costly = "    async def work(self, group):\n        raise SystemExit('called')\n\npolicies.add_state"
     file = config(JUDGE.replace("policies.add_state", costly), "states: [judged]")
     assert prove(load_config(file).limits, {}, worlds=2) == 2

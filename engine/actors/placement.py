@@ -105,10 +105,10 @@ def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:
 
 def replicas_wait(plan: Plan) -> str:
     """What replicas that are about to start will wait for, because other programs use the GPUs; empty if nothing."""
-    from engine.config.gpus import ROUNDING
+    from engine.config.gpus import ROUNDING, gpus_text
 
     needed, free = plan.rollout_gpus * (len(plan.lives()) - len(plan.guests)), free_gpus()
-    return f"the replicas wait for {needed:g} GPUs: {_free_text(free)}" if needed > free * ROUNDING else ""
+    return f"the replicas wait for {gpus_text(needed)}: {_free_text(free)}" if needed > free * ROUNDING else ""
 
 
 def free_gpus() -> float:
@@ -117,13 +117,17 @@ def free_gpus() -> float:
 
 
 def _free_text(free: float) -> str:
-    return f"{free:g} of {sum(node_gpus()):g} GPUs are free"
+    from engine.config.gpus import gpus_text
+
+    return f"{free:g} of {gpus_text(sum(node_gpus()))} free"
 
 
 def _trainer_place(plan: Plan) -> str:
     """What the trainer needs."""
+    from engine.config.gpus import gpus_text
+
     nodes = "one node" if plan.trainer_nodes == 1 else f"each of {plan.trainer_nodes} nodes"
-    return f"{trainer_gpus_of_node(plan):g} GPUs on {nodes}" if plan.trainer_gpus else f"{plan.trainer_nodes} nodes"
+    return f"{gpus_text(trainer_gpus_of_node(plan))} on {nodes}" if plan.trainer_gpus else f"{plan.trainer_nodes} nodes"
 
 
 def in_group(group: Any, gpus: float) -> dict[str, Any]:

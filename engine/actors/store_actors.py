@@ -125,8 +125,8 @@ class RemoteWeights:
         self._watches: dict[ReplicaId, asyncio.Task[None]] = {}
 
     async def prepare_to_send(self) -> None:
-        """In the trainer, before it trains: import what a group needs, because two threads that import the same modules
-        may fail. If it cannot be imported, replicas get all versions from the store."""
+        """Import, before the trainer trains, the modules that a process group needs: an import may fail if two threads
+        import the same modules at once. If the import fails, replicas get all versions from the store."""
         if self._senders is None:
             return
         try:

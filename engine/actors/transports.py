@@ -149,7 +149,7 @@ def _check_call(held: HeldTensors, wanted: Sequence[tuple[str, str]]) -> Weights
 
 
 def sender_module() -> ModuleType:
-    """Imports vLLM: the first call takes many seconds."""
+    """The module that sends weights. The first call imports vLLM, which takes many seconds."""
     from engine.rollout.vllm.engine_args import prepare_environment
 
     prepare_environment(1)
@@ -191,7 +191,7 @@ class Exchange:
 
     def close(self) -> None:
         """Close the group: waiting calls fail, and no new ones start. A group that is still being formed is closed
-        afterwards."""
+        once it is formed."""
         self._closed = True
         waiting = [] if self._asked is None else [self._asked]
         while not self._calls.empty():

@@ -109,7 +109,7 @@ class RunFiles:
 
     @property
     def figures(self) -> dict[str, float | int | None]:
-        """None for each figure that is unknown: for all if the run keeps no metrics."""
+        """A figure is None if it is unknown. All are None if the run keeps no metrics."""
         from engine.inspect.run_figures import figures
 
         found = figures(self.rows, self.validations)
@@ -412,7 +412,7 @@ def _value(value: Any) -> str:
 
 
 def _figure_table(runs: Sequence[RunFiles]) -> "Table | None":
-    """The figures of one run, or of two with their difference; None if there is none."""
+    """The figures of one run, or of two with their difference; None if no figure is known."""
     found = [run.figures for run in runs]
     two = len(runs) == 2
     table = _grid("figure", *("A", "B", "B - A") if two else ("value",), right=("A", "B", "B - A", "value"))

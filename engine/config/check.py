@@ -31,7 +31,7 @@ def _check_vllm(config: Config) -> None:
     model = None if config.model.path is None else files_of(config.model.path)
     if parallel != 1 and model is not None and has_experts(model) and built_for_cpu():
         law = "in vLLM for CPUs, data-parallel engines of a model with experts fail if their batches differ in size"
-        fix = "use 1, and more rollout.replicas"
+        fix = "use 1, and raise rollout.replicas"
         raise ConfigError("rollout.engine_args.data_parallel_size", parallel, law, fix)
 
 

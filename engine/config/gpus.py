@@ -200,7 +200,7 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
     gpus, trainer = sum(nodes), needs.trainer_reserves
     _require_separate(needs, gpus)
     if not gpus and needs.trainer_gpus:
-        each, fix = int(needs.trainer_gpus / needs.ranks), "use 0, or join a cluster that has them (cluster.address)"
+        each, fix = int(needs.trainer_gpus / needs.ranks), "use 0, or join a cluster with GPUs (cluster.address)"
         raise ConfigError("trainer.gpus_per_rank", each, "no node has a GPU", fix)
     if not gpus and not needs.replica_gpus:
         return GpuDivision()

@@ -150,7 +150,8 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
 
 
 def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str]:
-    """Lines on the adapter and on memory. Raises: ConfigError for what cannot fit, and for routers that it lacks."""
+    """Lines on the adapter and on memory. Raises: ConfigError for what cannot fit, and for
+    `trainer.router_replay` if the model has no experts."""
     if shapes and config.trainer.router_replay and not has_experts(shapes):
         law = f"model.path {config.model.path} has no experts"
         raise ConfigError("trainer.router_replay", True, law, "use false")

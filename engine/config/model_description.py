@@ -43,12 +43,12 @@ def number_bytes(directory: Path) -> int:
 
 
 def has_experts(directory: Path) -> bool:
-    """Whether `config.json` gives the model's layers experts."""
+    """Whether `config.json` describes a mixture of experts."""
     return bool(_described(directory, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
 
 
 def _described(directory: Path, *names: str) -> Any:
-    """The first of these fields that `config.json`, or its part on text, sets; None if there is none."""
+    """The value of the first of these fields that is set in `config.json` or in its `text_config`; None if none is."""
     plain = read_json(directory / "config.json")
     parts = (plain, plain.get("text_config") or {}) if isinstance(plain, dict) else ()
     return next(filter(None, (part.get(name) for part in parts for name in names)), None)

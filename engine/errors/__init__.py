@@ -146,8 +146,8 @@ def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: 
 
 
 def choice(name: str, known: Sequence[str], listed: str = "", *, prefix: str = "") -> str:
-    """The fix for an unknown name of a few: all known names, because the nearest may be far from what was meant, then
-    the nearest. `listed`: the sentence that lists them, if it is not "use one of ..."."""
+    """The fix for an unknown name where few names are valid: all of them, because the nearest may not be the one that
+    was meant, then the nearest. `listed`: the sentence that lists them, if it is not "use one of ..."."""
     nearest = suggestion(name, known, prefix=prefix)
     return "; ".join(filter(None, [listed or f"use one of {', '.join(known)}", nearest]))
 

@@ -214,7 +214,7 @@ def _form(content: Any) -> str:
 
 
 Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")], Discriminator(_form)]
-"""The discriminator keeps errors to the form that was given."""
+"""With the discriminator, an error is about the form that was given, text or parts, and not about both."""
 
 
 class Function(BaseModel):

@@ -199,8 +199,8 @@ class _Case:
             return f"no advice: slots were idle {percent(rewarded)} of the time {cause}; {fix}"
         late = self.trainer.get("waiting_for_stragglers", 0.0)
         if late > max(trains, self.busy):
-            fix = "let a group take less time (rollout.max_tokens, agent.timeout_s, environment.timeout_s), or skip "
-            fix += "late groups (scheduler.policies.deadline)"
+            fix = "make groups finish sooner (lower rollout.max_tokens, agent.timeout_s or environment.timeout_s), or "
+            fix += "skip late groups (scheduler.policies.deadline)"
             return f"no advice: the trainer waited {percent(late)} of the time for groups at their deadline; {fix}"
         busy = f"the trainer was busy {percent(trains)} of the time, and slots {percent(self.busy)}"
         return f"no setting would make the run much faster: {busy}"

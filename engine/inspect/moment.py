@@ -46,7 +46,7 @@ class RecordedWaits:
     outcome: str | None
     reason: str
     event: EventId
-    """-1: the record has no event."""
+    """-1 if the record has no events."""
     at: float
     """Seconds since the run began."""
     waits: tuple[str, ...]
@@ -60,7 +60,7 @@ class RecordedWaits:
             return f"the run has {self.outcome}: {self.reason}"
         place = f"after event {self.event}, at {self.at:.3f} s, according to the record"
         if self.event < 0:
-            place = "according to the record, which has no event"
+            place = "according to the record, which has no events"
         return "\n".join([place, *(f"  {wait}" for wait in self.waits or ["nothing: no order is open"])])
 
 

@@ -104,7 +104,7 @@ def _flat_reward(rows: Sequence[Row]) -> str:
     if 0 < least == most and all(value_range(row) == (least, most) for row in rows[-STEPS:]):
         return (
             f"in each of the last {STEPS} train steps, every response got the reward {most:g}, so the model learned "
-            "nothing: the prompts may be solved: use harder ones, or check the reward with `engine samples`"
+            "nothing; it may already solve these prompts: use harder ones, or check the reward with `engine samples`"
         )
     return (
         f"in each of the last {STEPS} train steps, all responses to a prompt got the same reward, so the "

@@ -176,7 +176,7 @@ def make_sharing_rollout(config: Config, inputs: Inputs, replica: ReplicaId, gpu
 
 
 def make_work(config: Config, inputs: Inputs, state: str) -> Work | None:
-    """Score the groups, if that is the work of an added state; None for any other."""
+    """The work that scores groups, if the added state rewards them; None for any other state."""
     states = [added for added in rewarding(config) if added.name == state]
     reward = reward_of(config, inputs)
     if not states or reward is None:

@@ -124,8 +124,8 @@ class Plan:
     """Makes what a simulation does in place of the work of an added state of train steps: it has no tensors and no
     text. None: the work itself."""
     make_work: Callable[[str], Work | None] | None = None
-    """Makes the work of an added state in place of that of its policy; None, also as its result: that of the policy,
-    and without one groups pass unchanged."""
+    """Makes work for an added state, which replaces the `work` of its policy. If this is None or returns None, the
+    policy's `work` is used; if the policy has none, groups pass unchanged."""
     described: tuple[str, ...] | None = None
     """Columns of a row that policies and added states see, with the lengths and the named rewards of its group; None:
     none asks, so events have only figures."""

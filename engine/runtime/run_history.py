@@ -256,10 +256,12 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
 
 
 def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, missing_end: bool = False) -> None:
-    """Refuse a finished run, and fewer train steps than a run has, before any process starts. Only the record of such a
-    run is replayed. `missing_end`: it resumes from an older checkpoint.
+    """Before any process starts, refuse a finished run, and a `run.max_steps` below the number of steps already
+    trained. The record is replayed only if the run has finished, or if `run.max_steps` is set without `missing_end`.
+    `missing_end`: the run resumes from an older checkpoint.
 
-    Raises: `RunFinished` if the new settings do not let it train more steps, `ConfigError`, `RecordError`.
+    Raises: `RunFinished` if the new settings do not let a finished run train more steps, `ConfigError` if
+    `run.max_steps` is below the number of steps already trained, `RecordError`.
     """
     record = read(run_dir / "schedule", missing_end=missing_end)
     outcome = record.outcome()
@@ -272,7 +274,7 @@ def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, mi
 
 
 def _require_steps_left(settings: Sequence[tuple[str, str]], recovered: Recovered) -> None:
-    """Raises: `ConfigError` for fewer train steps than the run has."""
+    """Raises: `ConfigError` if `run.max_steps` is below the number of steps already trained."""
     most, trained = _most_steps(settings, recovered), recovered.scheduler.state.training.steps_trained
     if most is not None and most < trained:
         law = f"must be at least {trained}: the run has trained {counted(trained, 'step')}"

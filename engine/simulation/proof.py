@@ -112,13 +112,13 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
     if divergence is not None:
         where = str(divergence).splitlines()[0]
         cause = "a clock, random numbers or undeclared memory"
-        return f"law 8: it decides differently on replay, because of {cause}; {where} [seed {seed}]"
+        return f"law 8: it decides differently on replay or after a resume, because of {cause}; {where} [seed {seed}]"
     return ""
 
 
 def _divergence_after_resume(record: Record) -> Divergence | None:
-    """The first other decision of a scheduler that begins in the middle, as in a resume. Its policies are new objects
-    with the memory of the snapshot."""
+    """The first decision that differs if a scheduler starts from the middle snapshot, as in a resume. Its policies are
+    new objects that have only the memory in the snapshot."""
     places = list(record.snapshots())
     if not places:
         return None

@@ -61,7 +61,7 @@ class Process:
     reason: str = ""
     """Why it is to leave."""
     no_room: str = ""
-    """Why it cannot start: the cluster has no room for it. Empty: it has."""
+    """Why the cluster has no room to start it; empty if there is room."""
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
     still: float = 0.0

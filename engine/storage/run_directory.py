@@ -123,7 +123,7 @@ def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
     elif others:
         fix = f"the last run by name in {Path(parent)}/ is {others[-1]}"
     else:
-        fix = f"there is no run in {Path(parent)}/; give its directory, or start one with `engine run`"
+        fix = f"{Path(parent)}/ contains no run; give the directory of a run, or start one with `engine run`"
     raise ConfigError("RUN", str(run), "does not exist", suggestion(str(run), [path.name for path in others], fix))
 
 

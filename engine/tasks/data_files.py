@@ -34,8 +34,8 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 """The files that identify a directory of `Dataset.save_to_disk`, and one of `DatasetDict.save_to_disk`."""
 MOST_FILES = 100_000
 LONGEST_CSV_FIELD = 1 << 30
-HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a character that JSON writes as two escapes. Without the other half, a text has no UTF-8 form."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""One escape of a surrogate pair. A surrogate without its pair cannot be encoded as UTF-8."""
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -173,10 +173,10 @@ class JsonLines:
         for number, line in zip(self._numbers, self._lines, strict=True):
             try:
                 row = decode(line.decode("utf-8").strip())
-                if HALF_CHARACTER.search(line):
+                if SURROGATE.search(line):
                     json.dumps(row, ensure_ascii=False).encode("utf-8")
             except (ValueError, RecursionError) as error:
-                law = f"{self.where} {number} is not valid JSON ({_reason(error)})"
+                law = f"{self.where} {number} cannot be read as JSON ({_reason(error)})"
                 raise self._refused(law) from error
             if not isinstance(row, dict):
                 raise self._refused(f"{self.where} {number} is a JSON {type(row).__name__}")
@@ -207,7 +207,7 @@ def _load_list(text: bytes, file: Path, config_field: str) -> JsonLines:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         at = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "the file"
-        law = f"{at} is not valid JSON ({_reason(error)})"
+        law = f"{at} cannot be read as JSON ({_reason(error)})"
         raise ConfigError(config_field, str(file), law, "write a list of JSON objects") from error
     return JsonLines([json.dumps(row).encode() for row in rows], file, config_field, where="row")
 

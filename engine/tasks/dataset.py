@@ -228,7 +228,7 @@ class _Check:
         for field in rows.table.schema:
             kind = _not_plain(field.type)
             if kind is not None:
-                law = f"its column {field.name!r} has values of the type {kind}"
+                law = f"its column {field.name!r} has values of the type {kind}, which cannot be stored with a prompt"
                 raise ConfigError(
                     self._config_field, str(file), law, "write them as texts or numbers, or drop the column"
                 )
@@ -245,7 +245,7 @@ class _Check:
         """Raises: `ConfigError` for a row that has no column with a prompt."""
         fix = ""
         if self._first is not None and self._first[2] == file:
-            fix = f"give it a prompt, as {self._first[1]} has one, or remove it"
+            fix = f"give it a prompt, as in {self._first[1]}, or remove it"
         _missing_prompt(list(row), where, file, self._prompt_field, self._config_field, fix)
 
     def _one_kind(self, kind: str, where: str, file: Path) -> None:
@@ -276,7 +276,7 @@ def _type_word(value: Any) -> str:
 
 
 def _not_plain(kind: Any) -> Any:
-    """The type of dates, times or decimals in an Arrow type; None if there is none."""
+    """The first type of dates, times or decimals that an Arrow type is or contains; None without one."""
     import pyarrow
 
     if pyarrow.types.is_temporal(kind) or pyarrow.types.is_decimal(kind):

@@ -74,9 +74,9 @@ def note_place(directory: Path, process: str) -> None:
 
 
 def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]], float]:
-    """A run on two nodes of two free GPUs whose trainer needs both of one, and dies once. What its start says while
-    another program has a GPU of each, and gives one back whenever that is said; the node and GPUs of each process; and
-    the GPUs that are free after the run."""
+    """A run on two nodes with two free GPUs each. Its trainer needs both GPUs of one node, and dies once. Another
+    program holds one GPU of each node, and frees one each time the start reports a wait. Returns what the start says,
+    the node and GPUs of each process, and the GPUs that are free after the run."""
 
     def rollout(replica: int) -> Rollout:
         note_place(directory, f"replica-{replica}")
@@ -93,7 +93,7 @@ def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int
 
     def show(share: float, text: str) -> None:
         said.append(text)
-        if "GPUs are free" in text:
+        if "GPUs free" in text:
             ray.kill(others.pop())
 
     made = plan(

@@ -40,8 +40,8 @@ def test_the_trainer_waits_for_a_node_and_gets_it_before_replicas_are_spread(
 ) -> None:
     said, places, free = cluster_of_gpus.submit(reserved_first, tmp_path).result()
     assert said[-2:] == [
-        f"the trainer waits for 2 GPUs on one node: 2 of {GPUS} GPUs are free",
-        f"the replicas wait for 2 GPUs: 1 of {GPUS} GPUs are free",
+        f"the trainer waits for 2 GPUs on one node: 2 of {GPUS} GPUs free",
+        f"the replicas wait for 2 GPUs: 1 of {GPUS} GPUs free",
     ]
     assert {process: gpus for process, (_, gpus) in places.items()} == {"trainer": 2, "replica-0": 1, "replica-1": 1}
     nodes = {process: node for process, (node, _) in places.items()}

@@ -157,7 +157,7 @@ def test_a_trainer_that_sends_weights_imports_vllm_before_it_is_up(monkeypatch: 
     trainer._prepared, trainer.worker, trainer._peers = True, SimpleNamespace(open=load), lambda: None
     trainer._weights = RemoteWeights(None, ObjectStoreTransport(), wire=WIRE)
     asyncio.run(trainer.bring_up())
-    assert done == ["loaded", "imported"], "and it is up if it fails, because the store has a copy"
+    assert done == ["loaded", "imported"], "the trainer comes up even if the import fails, because the store has a copy"
 
 
 def test_what_a_custom_trainer_publishes_is_copied_before_it_is_sent() -> None:

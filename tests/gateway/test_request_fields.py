@@ -94,7 +94,7 @@ def test_top_logprobs_need_logprobs_and_have_a_bound() -> None:
         assert (refused.value.status, refused.value.body["error"]["param"]) == (400, place)
 
 
-def test_a_part_that_is_no_text_is_named_by_its_place() -> None:
+def test_an_error_names_the_position_of_a_part_that_is_not_text() -> None:
     body = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}'
     with pytest.raises(RequestError, match=r"^messages\.0\.content\.parts\.0\.type: Input should be 'text'$"):
         parse(ChatRequest, body)

@@ -133,7 +133,7 @@ def test_a_balanced_run_has_nothing_to_gain() -> None:
     idle = (("staleness_bound", 1e9),)
     waiting = [span._replace(trainer="waiting_for_stragglers", idle_s=idle) for span in history.idle]
     assert advise(replace(history, idle=tuple(waiting))).none.startswith(
-        "no advice: the trainer waited 100 % of the time for groups at their deadline; let a group take less time"
+        "no advice: the trainer waited 100 % of the time for groups at their deadline; make groups finish sooner"
     )
 
 

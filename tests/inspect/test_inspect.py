@@ -208,7 +208,7 @@ def test_an_empty_record_has_no_event(tmp_path: Path) -> None:
     assert str(replay(record)) == "identical: 0 events in 0 ticks, 0 commands"
     with pytest.raises(ConfigError, match="has no event yet"):
         state_at(record, 0)
-    assert str(recorded_waits(tmp_path)) == "according to the record, which has no event\n  nothing: no order is open"
+    assert str(recorded_waits(tmp_path)) == "according to the record, which has no events\n  nothing: no order is open"
 
 
 def test_long_answers_are_cut(tmp_path: Path) -> None:

@@ -58,19 +58,19 @@ STEPS = {"unused_source": 32, "no_progress": 48}
 def test_a_sound_run_has_no_finding() -> None:
     assert findings(rows()) == []
     assert findings(rows(CASES["truncated"], steps=4)) == [], "too few steps"
-
-
-def test_prompts_that_are_solved_are_named_as_such() -> None:
-    (one,) = findings(rows(lambda step: {"reward_mean": 1.0, "reward_histograms": {"reward": [[1.0, 1.0, 16]]}}))
-    assert one.check == "flat_reward" and "every response got the reward 1, so" in one.text
-    assert "the prompts may be solved: use harder ones" in one.text
-
-
-def test_responses_that_are_cut_off_come_before_their_rewards_of_0() -> None:
-    both = findings(rows(lambda step: CASES["never_right"](step) | {"truncated_share": 1.0}))
-    assert [one.check for one in both] == ["truncated", "never_right"]
     bare = [{"step": step, "groups": 4, "loss": None} for step in range(20)]
     assert findings(bare) == [], "a trainer of one's own reports other figures"
+
+
+def test_equal_positive_rewards_suggest_that_the_prompts_are_solved() -> None:
+    (one,) = findings(rows(lambda step: {"reward_mean": 1.0, "reward_histograms": {"reward": [[1.0, 1.0, 16]]}}))
+    assert one.check == "flat_reward" and "every response got the reward 1, so" in one.text
+    assert "it may already solve these prompts: use harder ones" in one.text
+
+
+def test_truncated_responses_are_reported_before_zero_rewards() -> None:
+    both = findings(rows(lambda step: CASES["never_right"](step) | {"truncated_share": 1.0}))
+    assert [one.check for one in both] == ["truncated", "never_right"]
 
 
 @pytest.mark.parametrize("check", CHECKS)

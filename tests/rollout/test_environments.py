@@ -240,7 +240,7 @@ def test_an_environment_that_never_ends_meets_a_limit(
     assert (one.finish_reason, one.reward, one.figures["turns"]) == (reason, 0.0, turns)
 
 
-def test_first_messages_that_exceed_the_context_name_the_environment() -> None:
+def test_an_error_for_too_long_first_messages_names_the_environment() -> None:
     class Long(Environment):
         def reset(self, prompt: Prompt, seed: int) -> str:
             return "x" * 1000

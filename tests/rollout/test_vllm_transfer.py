@@ -369,7 +369,7 @@ def test_an_engine_that_dies_or_hangs_in_a_transfer_delays_no_other(ends: bool) 
 
 
 def incoming_to(area: Any, sent: Any) -> weight_receiver.Incoming:
-    """Of an engine that does everything at once, for version 1."""
+    """An `Incoming` whose engine does everything at once, with version 1 to install."""
 
     async def answer(asked: Any, limit_s: float) -> list[list[str]]:
         return [[""]]
@@ -469,7 +469,7 @@ def test_the_group_of_a_replica_whose_process_has_ended_is_closed() -> None:
         where = join.argument["master_address"], join.argument["master_port"]
         engine = await asyncio.to_thread(GlooGroup, *where, 1, join.argument["world_size"], WIRE.timeout_s)
         assert await weights.turn(READER, WeightsAnswer(group="one", wrong=""), replica) is None
-        assert watch.cancelled(), "the end of its last life closes no group of this one"
+        assert watch.cancelled(), "the end of the replica's previous process closes no group of the new one"
         died.set()
         with pytest.raises(RuntimeError, match="by peer"):
             await asyncio.to_thread(engine.broadcast, torch.empty(1))

@@ -90,17 +90,17 @@ def test_columns_get_new_names(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, str, str]] = {
-    "json": ("rows.json", '[\n {"prompt": "a"},\n {"prompt": }\n]', "line 3 is not valid JSON"),
+    "json": ("rows.json", '[\n {"prompt": "a"},\n {"prompt": }\n]', "line 3 cannot be read as JSON"),
     "json item": ("rows.json", '[{"prompt": "a"}, 7]', "row 1 is a JSON int"),
     "no prompt in a later line": (
         "rows.jsonl",
         '{"prompt": "a"}\n{"answer": "1"}\n',
         "line 2 has neither 'prompt' nor 'messages'; give it a prompt, as line 1 has one, or remove it",
     ),
-    "half a character": ("rows.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2 is not valid JSON"),
-    "half a character in a list": ("rows.json", '[{"prompt": "a", "answer": "\\udE00"}]', "row 0 is not valid JSON"),
-    "number of 5000 digits": ("rows.jsonl", f'{{"prompt": "a", "answer": {"9" * 5000}}}', "line 1 is not valid JSON"),
-    "number of 5000 digits in a list": ("rows.json", f"[{'9' * 5000}]", "the file is not valid JSON"),
+    "half a character": ("rows.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2 cannot be read as JSON"),
+    "half a character in a list": ("rows.json", '[{"prompt": "a", "answer": "\\udE00"}]', "row 0 cannot be read"),
+    "number of 5000 digits": ("rows.jsonl", f'{{"prompt": "a", "answer": {"9" * 5000}}}', "line 1 cannot be read"),
+    "number of 5000 digits in a list": ("rows.json", f"[{'9' * 5000}]", "the file cannot be read as JSON"),
     "short line": ("rows.csv", 'prompt,answer\na,1\n"b\nc"\nd,2\n', "line 3 has 1 field, but the header has 2"),
     "quote": ("rows.csv", 'prompt,answer\na,1\n"b"c,1\n', "line 3 is not valid CSV"),
     "open quote": ("rows.csv", 'prompt,answer\n"a,1\n', "line 2 is not valid CSV"),

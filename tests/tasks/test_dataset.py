@@ -102,7 +102,7 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
     [
         ([], "has no rows"),
         (["", "  "], "has no rows"),
-        ([{"prompt": "a"}, "", '{"prompt": "b"'], "line 3 is not valid JSON"),
+        ([{"prompt": "a"}, "", '{"prompt": "b"'], "line 3 cannot be read as JSON"),
         (['[{"prompt": "a"}]'], "line 1 is a JSON list"),
         ([{"prompt": "a"}, {"promt": "b"}], "line 2 has neither 'prompt' nor 'messages'"),
         ([{"promt": "a", "answer": 1}], "data.prompt_field to one of 'promt', 'answer'; did you mean promt?"),
@@ -161,7 +161,7 @@ def test_columns_without_a_value_in_some_rows_are_reported(tmp_path: Path) -> No
 
 def test_bad_text_and_bad_parquet_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    assert "line 2 is not valid JSON" in str(refused(tmp_path / "latin.jsonl"))
+    assert "line 2 cannot be read as JSON" in str(refused(tmp_path / "latin.jsonl"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     assert "not a readable Parquet file" in str(refused(tmp_path / "broken.parquet"))
     file = tmp_path / "rows.parquet"

@@ -190,13 +190,13 @@ def marked(mark: str) -> Iterator[tuple[int, str]]:
 
 
 def kill_tree(mark: str) -> None:
-    """Every process, this one last."""
+    """Kill every process that carries the mark, this one last."""
     kill_others(mark)
     strike(os.getpid())
 
 
 def kill_others(mark: str) -> None:
-    """Every process that carries a mark but this one, also those that are started meanwhile."""
+    """Kill every process that carries the mark but this one, also those that are started meanwhile."""
     struck = {os.getpid()}
     while others := [pid for pid, _ in marked(mark) if pid not in struck]:
         struck.update(others)

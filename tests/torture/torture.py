@@ -297,7 +297,7 @@ def held(points: list[tuple[int, str]], jobs: int) -> Iterator[tuple[tuple[int, 
         try:
             for point, future in zip(points, begun, strict=True):
                 yield point, future.result()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):  # the last: while the caller wrote a row
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):  # the last: the caller was interrupted
             pool.shutdown(wait=False, cancel_futures=True)
             STOP.set()
             while wait(begun, timeout=1.0).not_done:  # a point may just have begun its next life

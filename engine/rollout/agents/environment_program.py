@@ -125,7 +125,7 @@ class Episode:
         except ProgramFailure:
             raise
         except (EngineError, TypeError) as error:
-            raise self._failure(f"tools returned what cannot be used: {message_of(error)}") from error
+            raise self._failure(f"tools returned a value that cannot be used: {message_of(error)}") from error
         return self._messages, self._tools.schemas
 
     async def close(self) -> None:

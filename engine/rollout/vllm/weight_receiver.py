@@ -32,7 +32,7 @@ ADAPTER = 1
 """vLLM's number of the adapter. Each version replaces the one before under the same number, so that requests that are
 frozen during an install continue with the new one."""
 JOIN_S = 300.0
-"""Seconds that forming a group may take before an install: the trainer's process may be busy."""
+"""Maximum seconds for forming a group before an install. It is long because the trainer's process may be busy."""
 
 
 NEWER = "the trainer has published a newer version"
@@ -116,7 +116,7 @@ class Incoming:
             try:
                 async with asyncio.timeout(left_s(until)):
                     stored = await weights.stored()
-                await self._write(version, stored)  # no limit: its thread would go on, and disturb the next install
+                await self._write(version, stored)  # no limit: its thread would write on, into the next install
             except (EngineError, TimeoutError) as error:
                 why = str(error) or "no answer in time"
                 return f"{not_sent}; the copy in the weights store could not be used: {why}"

@@ -205,7 +205,7 @@ class WeightsExtension:
 
     @contextmanager
     def _loading_tied_names(self, aliases: Mapping[str, str]) -> Iterator[None]:
-        """Context manager: the model loads tensors also under their tied names."""
+        """Context manager: inside it, the model also loads each tensor under its tied names."""
         model = self.model_runner.get_model()
         load = model.load_weights
         model.load_weights = lambda weights: load(with_aliases(iter(weights), aliases))
