@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.environments.protocol import Tool
-from engine.errors import EngineError, choice, describe_error, message_of
+from engine.errors import EngineError, choice, message_of, type_and_message
 from engine.protocols.user_code import HangingCalls, awaited, stack_of
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class EpisodeCalls:
             return value
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise error
-        raise RuntimeError(f"{_name_of(function)} raised {describe_error(error)}") from error
+        raise RuntimeError(f"{_name_of(function)} raised {type_and_message(error)}") from error
 
     def _too_long(self, function: Callable[..., Any]) -> CallTimeout:
         return CallTimeout(f"{_name_of(function)} took longer than {self._timeout_s:g} s")

@@ -21,7 +21,10 @@ LONGEST = 1000
 
 def reason_of(error: BaseException) -> str:
     """What `describe_error` says of an exception; only the message for the engine's own exceptions."""
-    return clean(message_of(error) if isinstance(error, EngineError) else describe_error(error))
+    if isinstance(error, EngineError):
+        return clean(message_of(error))
+    place = clean(place_of(error))
+    return clean(type_and_message(error), LONGEST - len(place)) + place
 
 
 def visible(text: str) -> str:
@@ -29,10 +32,10 @@ def visible(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
 
 
-def clean(text: str) -> str:
+def clean(text: str, longest: int = LONGEST) -> str:
     """Valid UTF-8 text of bounded length, without control characters that a terminal would obey."""
     text = visible(text.encode("utf-8", "replace").decode("utf-8"))
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def counted(count: int, what: str) -> str:
@@ -75,13 +78,21 @@ def message_of(error: BaseException) -> str:
         return "(its message cannot be shown)"
 
 
+def type_and_message(error: BaseException) -> str:
+    """`Type: message` of an exception, for texts that must not depend on line numbers."""
+    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+
+
 def describe_error(error: BaseException) -> str:
     """`Type: message (my_rewards.py:3, in score)` of an exception: see `place_of`."""
-    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ") + place_of(error)
+    return type_and_message(error) + place_of(error)
 
 
-_OTHERS = (__file__.removesuffix("errors/__init__.py"), traceback.__file__.removesuffix("traceback.py"), "<frozen")
-"""Prefixes of the paths of the engine's files and of Python's own."""
+_OTHERS = (
+    __file__.removesuffix("errors/__init__.py"), traceback.__file__.removesuffix("traceback.py"), "<frozen", "<string>",
+    "<eval_with_key",
+)  # fmt: skip
+"""Prefixes of the paths of the engine's files, of Python's own, and of generated code."""
 
 
 def place_of(error: BaseException) -> str:
@@ -90,7 +101,8 @@ def place_of(error: BaseException) -> str:
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if not code.co_filename.startswith(_OTHERS) and "-packages/" not in code.co_filename:
+        others = code.co_filename.startswith(_OTHERS) or "-packages/" in code.co_filename
+        if not others and "/torchinductor_" not in code.co_filename:
             place = f" ({code.co_filename.rpartition('/')[2]}:{line}, in {code.co_name})"
     return place
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
-from engine.errors import describe_error
+from engine.errors import type_and_message
 
 FORKED = b"a process that user code forked came back to the engine and is ended; end it with os._exit in that code\n"
 EXIT_FORKED = 70
@@ -41,7 +41,7 @@ async def awaited(function: Callable[P, Awaitable[Value]], *args: P.args, **kwar
         if _is_ours(error):
             raise
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        raise RuntimeError(f"{name} raised {describe_error(error)}") from error
+        raise RuntimeError(f"{name} raised {type_and_message(error)}") from error
     finally:
         end_if_forked(process)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from engine.errors import EngineError, PolicyError, describe_error, place_of
+from engine.errors import EngineError, PolicyError, describe_error, type_and_message
 from engine.events import GroupGenerated
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
 from engine.states.group import Group
@@ -162,10 +162,10 @@ class Decisions:
         elif isinstance(error, _MemoryRefused):
             did, answer = f"left a memory that cannot be stored ({error}): {MEMORY_LAW}", ""
         else:
-            did, answer = f"raised {describe_error(error)}", ""
-            if self.policies.on_error != "stop":
-                # The text becomes part of the state, which must not depend on line numbers of the user's file.
-                did = did.removesuffix(place_of(error))
+            # With on_error: builtin, the text becomes part of the state, which must not depend on line numbers of the
+            # user's file.
+            shown = describe_error(error) if self.policies.on_error == "stop" else type_and_message(error)
+            did, answer = f"raised {shown}", ""
         seen = self.describe_view()
         did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(

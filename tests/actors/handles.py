@@ -265,4 +265,4 @@ async def settled() -> None:
 
 def without_place(reason: str) -> str:
     """A reason without the line of the test's own code that raised it."""
-    return re.sub(r" \(\w+\.py:\d+, in \w+\)", "", reason)
+    return re.sub(r" \(\w+\.py:\d+, in [\w<>]+\)", "", reason)

@@ -1,6 +1,7 @@
 """What would end a process, raised by a user's own code, costs one attempt like any other exception."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,12 @@ from engine.commands import (
     StageWeights,
     TrainStep,
 )
+from engine.environments.calls import EpisodeCalls, FunctionTool, ToolError
 from engine.errors import DataFailure, EngineError, reason_of
 from engine.events import Event, RowsFailed
 from engine.gateway.runners import FunctionRunner
 from engine.protocols import Batch, Generated, GroupWork
-from engine.protocols.user_code import awaited
+from engine.protocols.user_code import HangingCalls, awaited
 from engine.record.codec import CodecError
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
@@ -281,3 +283,27 @@ def test_an_exception_without_a_message_is_named_by_its_kind() -> None:
     assert reason_of(Mute()) == "(its message cannot be shown)"
     assert reason_of(Rude()) == "Rude: (its message cannot be shown)"
     assert reason_of(EngineError("it broke")) == "it broke"
+
+
+def test_a_reason_ends_with_the_line_of_user_code_and_generated_code_has_none() -> None:
+    def fails(how: str) -> str:
+        with pytest.raises(ValueError) as caught:
+            exec(how, {"error": ValueError("x" * 2000)}) if how else (_ for _ in ()).throw(ValueError("x" * 2000))
+        return reason_of(caught.value)
+
+    assert len(fails("")) == 1000
+    assert re.fullmatch(r"ValueError: x+… \(test_user_exits\.py:\d+, in <genexpr>\)", fails(""))
+    assert "<string>" not in fails("raise error")
+
+
+@played
+async def test_what_the_model_reads_of_a_tool_has_no_line_of_user_code() -> None:
+    def ends() -> str:
+        """End."""
+        raise StopIteration
+
+    calls = EpisodeCalls(20.0, HangingCalls())
+    with pytest.raises(ToolError) as caught:
+        await FunctionTool(ends).call({}, calls.call)
+    calls.end()
+    assert ".py" not in str(caught.value) and "raised StopIteration" in str(caught.value)
