@@ -54,7 +54,10 @@ def test_a_process_that_asks_for_a_gpu_is_refused_if_no_node_has_one() -> None:
     assert refused(needs(replica_gpus=1.0, trainer_gpus=4.0, ranks=2), []).startswith(
         "trainer.gpus_per_rank is 2: no node has a GPU; use 0, or join a cluster"
     )
-    assert "the nodes have none: room for 0 of 2; use fewer GPUs" in refused(needs(replica_gpus=0.5, ranks=2), [])
+    fix = "no node has a GPU; use 0, or join a cluster with GPUs (cluster.address)"
+    assert refused(needs(replica_gpus=0.5, ranks=2), []) == f"rollout.gpus is 0.5: {fix}"
+    shared = replace(PLAIN, pools=(Pool(tasks=("rollout", "train"), replicas=(0, 1)),))
+    assert refused(needs(shared, replica_gpus=1.0, ranks=2), [0.0]) == f"rollout.gpus is 1: {fix}"
 
 
 def test_processes_on_the_cpu_take_no_gpu() -> None:
@@ -280,7 +283,7 @@ def test_idle_gpus_are_named_with_the_settings_that_use_them() -> None:
     )
     assert gpu_notes(config(), 4, False)[0].startswith("1 of 4 GPUs stays idle: ")
     assert gpu_notes(config(), 3, False) == gpu_notes(config(), None, False) == gpu_notes(config(), 0, False) == ()
-    with pytest.raises(ConfigError, match=r"rollout\.replicas is 2: each needs 1 GPU on one node"):
+    with pytest.raises(ConfigError, match=r"rollout\.gpus is 1: no node has a GPU"):
         gpu_notes(config(rollout={"gpus": 1}), 0, False)
     assert gpu_notes(config(cluster={"address": "auto"}), 8, False) == (), "other nodes count, too"
     served = {"backend": "openai", "urls": ["http://one", "http://two"], "weights_dir": "w"}

@@ -199,14 +199,16 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
     """
     gpus, trainer = sum(nodes), needs.trainer_reserves
     _require_separate(needs, gpus)
+    fix = "use 0, or join a cluster with GPUs (cluster.address)"
     if not gpus and needs.trainer_gpus:
-        each, fix = int(needs.trainer_gpus / needs.ranks), "use 0, or join a cluster with GPUs (cluster.address)"
+        each = int(needs.trainer_gpus / needs.ranks)
         raise ConfigError("trainer.gpus_per_rank", each, "no node has a GPU", fix)
-    if not gpus and not needs.replica_gpus:
+    if not gpus and needs.replica_gpus:
+        raise ConfigError("rollout.gpus", int(needs.replica_gpus) or needs.replica_gpus, "no node has a GPU", fix)
+    if not gpus:
         return GpuDivision()
-    if gpus:
-        _require_trainer(needs, nodes)
-        _require_guests(needs, nodes)
+    _require_trainer(needs, nodes)
+    _require_guests(needs, nodes)
     free = _after_reserved(needs, nodes)
     if any(needs.shares):
         division = _by_pool(needs, gpus - needs.store_gpus)
