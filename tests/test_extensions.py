@@ -176,6 +176,15 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
             "filter",
             "law 8: it decides differently on replay",
         ),
+        (
+            a_policy(
+                "filter",
+                "keep(self, view, outcome)",
+                "self.n = getattr(self, 'n', 0) + 1; self.memory['n'] = self.n; return True",
+            ).replace("acts = True", "memory: dict"),
+            "filter",
+            "law 8: it decides differently on replay",
+        ),
     ],
 )
 def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(

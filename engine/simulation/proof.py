@@ -124,7 +124,7 @@ def _divergence_after_resume(record: Record) -> Divergence | None:
         return None
     middle = places[len(places) // 2]
     scheduler = restore(record.snapshot(middle).plain)
-    return replay(record, build=lambda _: scheduler, after=middle, compare_snapshots=False).divergence
+    return replay(record, build=lambda _: scheduler, after=middle).divergence
 
 
 def _filtered_out(state: State) -> bool:
