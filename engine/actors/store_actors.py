@@ -133,6 +133,7 @@ class RemoteWeights:
             await asyncio.to_thread(sender_module)
         except Exception:
             log.warning("the trainer's process cannot import vLLM, so it sends no weights", exc_info=True)
+            self._senders = None
 
     async def put(self, version: Version | Trained, weights: Any) -> None:
         if self._senders is not None and not isinstance(version, Trained):
@@ -168,7 +169,8 @@ class RemoteWeights:
 
     @property
     def _sending(self) -> Senders:
-        assert self._senders is not None  # only replicas with a wire call it
+        if self._senders is None:
+            raise EngineError("the trainer's process sends no weights, because it cannot import vLLM")
         return self._senders
 
     async def get(self, version: Version | Trained) -> Any:

@@ -243,7 +243,7 @@ class Exchange:
         """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed. Then the group is
         closed: another thread may be sending to workers that do not receive, which would hang over NCCL."""
         asked: concurrent.futures.Future[str] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(self._calls.put_nowait, (call, asked))
+        self._loop.call_soon_threadsafe(self._put, call, asked)
         try:
             wrong = asked.result(self._wire.limit_s)
         except TimeoutError:
@@ -251,6 +251,12 @@ class Exchange:
         if wrong:
             self._loop.call_soon_threadsafe(self.close)
             raise EngineError(wrong)
+
+    def _put(self, call: WeightsCall, asked: "concurrent.futures.Future[str]") -> None:
+        if self._closed:
+            asked.set_result(GIVEN_UP)
+        else:
+            self._calls.put_nowait((call, asked))
 
     async def _next(self) -> WeightsCall | None:
         """The next call for the engine; None if the work is done. Raises the exception that ended the work."""

@@ -161,7 +161,7 @@ class WorkerActor(HeartbeatActor):
         self._incarnation = incarnation
         self._scheduler = scheduler
         self._gateway = gateway
-        self._prepared = False
+        self._loading: asyncio.Task[None] | None = None
         self._orders: InOrder[bytes] = InOrder()
         self._broken: asyncio.Future[str] | None = None
         self._trajectories = remote_trajectories(trajectories)
@@ -177,14 +177,19 @@ class WorkerActor(HeartbeatActor):
 
     async def bring_up(self, restore: Restore | None = None) -> None:
         """Load the worker. Repeated calls share one load and its result."""
-        if self._prepared:
-            await self.worker.open(self._peers(), restore)
-            return
-        self._prepared = True
-        prepare_process(self._source, self._plan.run_dir, self.worker.threads)
+        if self._loading is None:
+            prepare_process(self._source, self._plan.run_dir, self.worker.threads)
+            self._loading = asyncio.ensure_future(self._load(restore))
+        await asyncio.shield(self._loading)
+
+    async def _load(self, restore: Restore | None) -> None:
         with rare_collection():
             await self.worker.open(self._peers(), restore)
+            await self._open_more()
             freeze_objects()
+
+    async def _open_more(self) -> None:
+        """What a kind of process loads beside its worker."""
 
     def _peers(self) -> Peers:
         outbox = Outbox(self._send, lost=self._break)
@@ -289,8 +294,7 @@ class TrainerActor(WorkerActor):
         self._nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_takes(unpacked))
         return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=self._nodes))
 
-    async def bring_up(self, restore: Restore | None = None) -> None:
-        await super().bring_up(restore)
+    async def _open_more(self) -> None:
         await self._weights.prepare_to_send()
 
     async def dump_stacks(self) -> None:

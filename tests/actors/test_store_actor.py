@@ -154,10 +154,12 @@ def test_a_trainer_that_sends_weights_imports_vllm_before_it_is_up(monkeypatch: 
 
     monkeypatch.setattr(store_actors, "sender_module", fail)
     trainer = TrainerActor.__new__(TrainerActor)
-    trainer._prepared, trainer.worker, trainer._peers = True, SimpleNamespace(open=load), lambda: None
+    trainer.worker, trainer._peers = SimpleNamespace(open=load), lambda: None
     trainer._weights = RemoteWeights(None, ObjectStoreTransport(), wire=WIRE)
-    asyncio.run(trainer.bring_up())
+    asyncio.run(trainer._load(None))
     assert done == ["loaded", "imported"], "the trainer comes up even if the import fails, because the store has a copy"
+    with pytest.raises(EngineError, match="it cannot import vLLM"):
+        trainer._weights.manifest_to_send(1)
 
 
 def test_what_a_custom_trainer_publishes_is_copied_before_it_is_sent() -> None:
