@@ -81,6 +81,9 @@ def refused(capsys: Capture, *arguments: str) -> str:
 
 def test_a_resume_with_fewer_train_steps_than_a_run_has_is_refused() -> None:
     run = make_run("stopped", killed=lambda state: state.training.steps_trained == 3)
+    require_unfinished(run, [("run.max_steps", "2")])  # without trajectories it continues from its newest checkpoint
+    (run / "trajectories").mkdir()
+    (run / "trajectories" / "00000000.seg").touch()
     with pytest.raises(ConfigError, match=r"run\.max_steps is 2, but must be at least 3: .*; use 3 to finish the run"):
         require_unfinished(run, [("run.max_steps", "2")])
     require_unfinished(run, [("run.max_steps", "3")])

@@ -270,15 +270,17 @@ def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, mi
         if not _extends(settings, recovered):
             raise _finished(run_dir, outcome, recovered)
     elif MAX_STEPS in dict(settings) and not missing_end:
-        _require_steps_left(settings, recover(record))
+        _require_steps_left(run_dir, settings, recover(record))
 
 
-def _require_steps_left(settings: Sequence[tuple[str, str]], recovered: Recovered) -> None:
-    """Raises: `ConfigError` if `run.max_steps` is below the number of steps already trained."""
-    most, trained = _most_steps(settings, recovered), recovered.scheduler.state.training.steps_trained
-    if most is not None and most < trained:
-        law = f"must be at least {trained}: the run has trained {counted(trained, 'step')}"
-        raise ConfigError(MAX_STEPS, most, law, f"use {trained} to finish the run, or a larger value to train more")
+def _require_steps_left(run_dir: Path, settings: Sequence[tuple[str, str]], recovered: Recovered) -> None:
+    """Raises: `ConfigError` if `run.max_steps` is below the number of steps with which the run continues: without
+    stored trajectories, those of the newest checkpoint."""
+    most, state = _most_steps(settings, recovered), recovered.scheduler.state
+    steps = state.training.steps_trained if has_segments(run_dir / "trajectories") else state.checkpoints.newest
+    if most is not None and most < steps:
+        law = f"must be at least {steps}: the run continues after {counted(steps, 'train step')}"
+        raise ConfigError(MAX_STEPS, most, law, f"use {steps} to finish the run, or a larger value to train more")
 
 
 def _finished(run_dir: Path, outcome: FinishRun, recovered: Recovered) -> RunFinished:
