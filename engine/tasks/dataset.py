@@ -174,14 +174,16 @@ class _Check:
         types: dict[str, str] = {}
         filled: dict[str, int] = {}
         began: dict[str, int] = {}
-        renames = self._columns
+        renames, first = self._columns, ""
         for number, raw in rows.all(wanted):
             row = renamed(raw, renames) if renames else raw
             where = f"{rows.where} {number}"
             if renames and names is None:
                 self._require_renamed(raw, where, file)
             if self._prompt_field not in row and row.get(MESSAGES) is None:
-                self._refuse_row(row, where, file)
+                fix = f"give it a prompt, as in {first}, or remove it" if first else ""
+                _missing_prompt(list(row), where, file, self._prompt_field, self._config_field, fix)
+            first = first or where
             kind = _check_prompt(row, where, file, self._prompt_field, self._config_field)
             if self._first is None or kind != self._first[0]:
                 self._one_kind(kind, where, file)
@@ -240,13 +242,6 @@ class _Check:
                 fix = choice(old, [*names], f"its columns are {shown}")
                 law = f"{where} has no column {old!r}, which `columns` renames"
                 raise ConfigError(self._config_field, str(file), law, fix)
-
-    def _refuse_row(self, row: Mapping[str, Any], where: str, file: Path) -> None:
-        """Raises: `ConfigError` for a row that has no column with a prompt."""
-        fix = ""
-        if self._first is not None and self._first[2] == file:
-            fix = f"give it a prompt, as in {self._first[1]}, or remove it"
-        _missing_prompt(list(row), where, file, self._prompt_field, self._config_field, fix)
 
     def _one_kind(self, kind: str, where: str, file: Path) -> None:
         """Refuse files in which some prompts are texts and others are chats."""

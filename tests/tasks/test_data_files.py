@@ -95,7 +95,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "no prompt in a later line": (
         "rows.jsonl",
         '{"prompt": "a"}\n{"answer": "1"}\n',
-        "line 2 has neither 'prompt' nor 'messages'; give it a prompt, as line 1 has one, or remove it",
+        "line 2 has neither 'prompt' nor 'messages'; give it a prompt, as in line 1, or remove it",
     ),
     "half a character": ("rows.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2 cannot be read as JSON"),
     "half a character in a list": ("rows.json", '[{"prompt": "a", "answer": "\\udE00"}]', "row 0 cannot be read"),
@@ -122,6 +122,13 @@ def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, case: str) -> No
 def test_a_column_of_dates_or_decimals_is_refused(tmp_path: Path, value: Any) -> None:
     file = written(tmp_path, "parquet", [{"prompt": "a", "answer": value}])
     assert "its column 'answer' has values of the type " in refused(file)
+
+
+def test_a_later_file_is_corrected_by_its_own_rows(tmp_path: Path) -> None:
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    Path(files[0]).write_text('{"prompt": "a"}\n')
+    Path(files[1]).write_text('{"prompt": "b"}\n{"answer": "1"}\n')
+    assert "line 2 has neither 'prompt' nor 'messages'; give it a prompt, as in line 1, or remove it" in refused(files)
 
 
 def test_text_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
