@@ -9,7 +9,7 @@ from engine.config.custom_classes import check_custom_classes, custom_lines
 from engine.config.deterministic import remarks
 from engine.config.gpus import divide_gpus, needs_of
 from engine.config.hardware import gpu_count, gpus_of_their_own
-from engine.config.model_description import files_of, has_experts
+from engine.config.model_description import describes_experts, files_of
 from engine.config.paths import paths_in
 from engine.config.pools import layout, surprises
 from engine.config.reports import missing_package
@@ -29,7 +29,7 @@ def _check_vllm(config: Config) -> None:
         raise ConfigError("trainer.router_replay", True, law, "use rollout.backend: torch, a GPU, or false")
     parallel = config.rollout.engine_args.get("data_parallel_size", 1)
     model = None if config.model.path is None else files_of(config.model.path)
-    if parallel != 1 and model is not None and has_experts(model) and built_for_cpu():
+    if parallel != 1 and model is not None and describes_experts(model) and built_for_cpu():
         law = "in vLLM for CPUs, data-parallel engines of a model with experts fail if their batches differ in size"
         fix = "use 1, and raise rollout.replicas"
         raise ConfigError("rollout.engine_args.data_parallel_size", parallel, law, fix)

@@ -42,7 +42,7 @@ def number_bytes(directory: Path) -> int:
     return 2 if _described(directory, "dtype", "torch_dtype") in ("bfloat16", "float16") else 4
 
 
-def has_experts(directory: Path) -> bool:
+def describes_experts(directory: Path) -> bool:
     """Whether `config.json` describes a mixture of experts."""
     return bool(_described(directory, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
 

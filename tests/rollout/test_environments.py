@@ -351,11 +351,11 @@ class Faulty(Environment):
             "step returned a reward or figures that are no numbers: could not convert",
         ),  # type: ignore[arg-type]
         ("reset", numpy.ones(2), "reset returned messages that cannot be used: 'messages' is ndarray"),
-        ("tools", None, "tools returned what cannot be used: 'NoneType' object is not iterable"),
+        ("tools", None, "tools returned a value that cannot be used: 'NoneType' object is not iterable"),
         (
             "tools",
             ["add"],
-            "tools returned what cannot be used: a tool is 'add', but must be a Python function, or a schema",
+            "tools returned a value that cannot be used: a tool is 'add', but must be a Python function, or a schema",
         ),
         ("tools", [lambda x: x], ".*tool '<lambda>' has no schema: parameter 'x' has no type hint"),
         ("tools", [Adder().add] * 2, ".*two tools have the name 'add'"),

@@ -91,7 +91,7 @@ def test_data_parallel_engines_with_experts_are_refused_in_a_vllm_for_cpus(
     (tmp_path / "config.json").write_text("{}")
     check_backend(parse_config(given))
     (tmp_path / "config.json").write_text(json.dumps(experts))
-    with pytest.raises(ConfigError, match=r"data_parallel_size is 2: in vLLM for CPUs, .* use 1, and more rollout\."):
+    with pytest.raises(ConfigError, match=r"data_parallel_size is 2: in vLLM for CPUs, .* use 1, and raise rollout\."):
         check_backend(parse_config(given))
 
 
