@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.commands import EnterState, InspectStep
-from engine.errors import DataFailure, EngineError, clean, reason_of
+from engine.errors import DataFailure, EngineError, clean, place_of, reason_of
 from engine.events import Event, InspectionFailed, StateFailed, StateLeft, StepInspected
 from engine.ids import NO_VERSION, GroupId, Incarnation
 from engine.protocols import Batch, Closable, Fallible, PublishedWeights
@@ -244,15 +244,18 @@ class StageWorker:
         )  # fmt: skip
 
     def _failed(self, command: EnterState | InspectStep, cause: str, error: BaseException) -> Event:
+        reason = reason_of(error)
+        if isinstance(error, EngineError):  # the user's work may raise it, too
+            reason += place_of(error)
         if isinstance(command, InspectStep):
             log.warning("the inspection %s failed on step %d", command.state, command.step, exc_info=error)
             return InspectionFailed(
                 step=command.step, attempt=command.attempt, state=command.state, version=command.version,
-                reason=reason_of(error),
+                reason=reason,
             )  # fmt: skip
         log.warning("%s failed on group %d (%s)", command.state, command.group, cause, exc_info=error)
         return StateFailed(
-            group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason_of(error)
+            group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason
         )
 
 

@@ -445,6 +445,7 @@ async def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> No
         (True, "must return None if it lets them pass, or a text with the reason if it refuses them, not True"),
         ("  ", "must return None"),
         (RuntimeError("the judge is away"), "the judge is away (test_stage_worker.py:"),
+        (DataFailure("the judge refuses"), "the judge refuses (test_stage_worker.py:"),
     ],
 )
 @played
