@@ -156,11 +156,12 @@ class RemoteWeights:
 
     async def turn(self, reader: ReplicaId, turn: Turn, replica: Any) -> WeightsCall | None:
         """See `Senders.turn`. `replica`: the actor of the reader. When it has ended, its group is closed."""
+        sending = self._sending
         if isinstance(turn, Join):
             if reader in self._watches:
                 self._watches[reader].cancel()
             self._watches[reader] = asyncio.ensure_future(self._leave_after(replica, reader))
-        return await self._sending.turn(reader, turn)
+        return await sending.turn(reader, turn)
 
     async def _leave_after(self, replica: Any, reader: ReplicaId) -> None:
         end = await wait_for_end(replica)

@@ -22,6 +22,7 @@ from engine.actors.store_actors import RemoteWeights, TrajectoryStoreActor
 from engine.actors.transports import ObjectStoreTransport, Senders
 from engine.actors.worker_actor import TrainerActor
 from engine.errors import EngineError
+from engine.rollout.sent_weights import Join, WeightsCall
 from engine.runtime.plan import WeightsWire
 from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
@@ -160,6 +161,19 @@ def test_a_trainer_that_sends_weights_imports_vllm_before_it_is_up(monkeypatch: 
     assert done == ["loaded", "imported"], "the trainer comes up even if the import fails, because the store has a copy"
     with pytest.raises(EngineError, match="it cannot import vLLM"):
         trainer._weights.manifest_to_send(1)
+    with pytest.raises(EngineError, match="it cannot import vLLM"):
+        asyncio.run(trainer._weights.turn(0, Join(group="one", workers=1), None))
+    assert not trainer._weights._watches, "nobody waits for the end of a replica without a group"
+
+
+def test_a_call_after_a_group_was_closed_fails_at_once() -> None:
+    async def story() -> None:
+        exchange = transports.Exchange("late", WIRE)
+        exchange.close()
+        with pytest.raises(EngineError, match=transports.GIVEN_UP):
+            await asyncio.to_thread(exchange._ask, WeightsCall(name="update_weights", argument=None))
+
+    asyncio.run(story())
 
 
 def test_what_a_custom_trainer_publishes_is_copied_before_it_is_sent() -> None:
