@@ -189,7 +189,7 @@ class WorkerActor(HeartbeatActor):
             freeze_objects()
 
     async def _open_more(self) -> None:
-        """What a kind of process loads beside its worker."""
+        """Load what this kind of process needs beside its worker."""
 
     def _peers(self) -> Peers:
         outbox = Outbox(self._send, lost=self._break)

@@ -50,7 +50,9 @@ def describes_experts(directory: Path) -> bool:
 def _described(directory: Path, *names: str) -> Any:
     """The value of the first of these fields that is set in `config.json` or in its `text_config`; None if none is."""
     plain = read_json(directory / "config.json")
-    parts = (plain, plain.get("text_config") or {}) if isinstance(plain, dict) else ()
+    if not isinstance(plain, dict):
+        return None
+    parts = (plain, plain.get("text_config") or {})
     return next(filter(None, (part.get(name) for part in parts for name in names)), None)
 
 

@@ -326,8 +326,8 @@ def left_s(until: float) -> float:
 
 
 def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:
-    """(name in the model, name in the manifest) for every tensor of the model. Raises: `EngineError` that names what
-    does not fit."""
+    """(name in the model, name in the manifest) for every tensor of the model. Raises: `EngineError`, which names the
+    tensor that does not fit."""
     shapes = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in manifest.tensors]
     owners: dict[str, tuple[str, int]] = {}
     for name, index in manifest.names:
