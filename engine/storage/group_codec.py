@@ -24,6 +24,7 @@ from typing import Any
 import msgpack
 
 from engine.errors import DataFailure, EngineError
+from engine.protocols.big_integers import pack_big, unpack_big
 from engine.storage.prefixes import OF_TOKENS, Growth, routes_before
 from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
@@ -63,7 +64,9 @@ def pack_growth(growth: Growth) -> bytes:
 
 def _packed(group: int, parts: Callable[[], tuple[Any, ...]]) -> bytes:
     try:
-        data: bytes = msgpack.packb((GROUP_FORMAT, group, *parts()), use_bin_type=True, unicode_errors="surrogatepass")
+        data: bytes = msgpack.packb(
+            (GROUP_FORMAT, group, *parts()), use_bin_type=True, unicode_errors="surrogatepass", default=pack_big
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"group {group} cannot be stored: {error}", group=group) from None
     return data
@@ -94,8 +97,8 @@ def _values(data: bytes) -> list[Any]:
     return [
         msgpack.unpackb(
             data if len(ends) == 2 else memoryview(data)[start:end], raw=False, strict_map_key=True,
-            unicode_errors="surrogatepass", max_ext_len=0, max_str_len=size, max_bin_len=size, max_array_len=size,
-            max_map_len=size,
+            unicode_errors="surrogatepass", ext_hook=unpack_big, max_ext_len=size, max_str_len=size,
+            max_bin_len=size, max_array_len=size, max_map_len=size,
         )
         for start, end in pairwise(ends)
     ]  # fmt: skip
@@ -223,10 +226,8 @@ def _list_of(kind: str, data: Any) -> list[Any]:
 
 def _not_plain(value: Any, depth: int) -> str:
     """The problem of a field; empty if it can be packed."""
-    if value is None or isinstance(value, str | float | bytes):  # a bool is an int
+    if value is None or isinstance(value, str | int | float | bytes):  # a bool is an int
         return ""
-    if isinstance(value, int):
-        return "" if -(2**63) <= value < 2**63 else "is a number of more than 64 bits"
     if not depth:
         return f"is nested more than {FIELD_DEPTH} deep"
     inner: Iterable[Any] = ()

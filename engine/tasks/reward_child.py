@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from engine.errors import RewardFailure, describe_error
+from engine.protocols.big_integers import pack_big, unpack_big
 from engine.protocols.named_code import find
 from engine.tasks.reward_forms import bind
 from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
@@ -37,14 +38,14 @@ LONGEST_STORY = 4000
 
 def pack(message: Any) -> bytes:
     """Raises: `TypeError`, `ValueError` or `OverflowError` for what is not plain data."""
-    data: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass")
+    data: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass", default=pack_big)
     return LENGTH.pack(len(data)) + data
 
 
 def unpack(data: bytes) -> Any:
     size = len(data)
     return msgpack.unpackb(
-        data, raw=False, unicode_errors="surrogatepass", strict_map_key=False,
+        data, raw=False, unicode_errors="surrogatepass", strict_map_key=False, ext_hook=unpack_big, max_ext_len=size,
         max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size,
     )  # fmt: skip
 

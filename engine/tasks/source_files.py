@@ -113,7 +113,7 @@ class SourceFiles:
         value = fields.get(column)
         try:
             rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
-        except ValueError:
+        except (ValueError, OverflowError):
             rate = None
         if rate is None or isnan(rate):
             shown = f"it is {value!r:.60}" if column in fields else "there is no such column"
