@@ -5,6 +5,7 @@ crosses Ray.
 """
 
 import errno
+import re
 import traceback
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -29,12 +30,19 @@ def reason_of(error: BaseException) -> str:
 
 def visible(text: str) -> str:
     """The text with its control characters as escapes, except line ends and tabs: a terminal would obey them."""
-    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+    return _UNUSUAL.sub(lambda found: found[0] if found[0].isprintable() else _escaped(found[0]), text)
+
+
+_UNUSUAL = re.compile(r"[^\x20-\x7e\n\t]+")
+
+
+def _escaped(text: str) -> str:
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def clean(text: str, longest: int = LONGEST) -> str:
     """Valid UTF-8 text of bounded length, without control characters that a terminal would obey."""
-    text = visible(text.encode("utf-8", "replace").decode("utf-8"))
+    text = visible(text[: longest + 1].encode("utf-8", "replace").decode("utf-8"))
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections import deque
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,8 +30,11 @@ GRACE_S = 5.0
 """Seconds beyond its time limit after which a process that has not ended itself is killed."""
 LONGEST_REPLY = 64 << 20
 """Maximum bytes of a reply: about seven million numbers."""
-TAIL_LINES = 60
-"""Lines of a process's error output that the error of its failure shows."""
+TAIL_BYTES = 8 << 10
+"""Bytes of a process's output that the error of its failure shows: the last ones."""
+ECHO_BYTES = 16 << 10
+"""Bytes of what a call prints that are shown: the first ones."""
+PIECE_BYTES = 64 << 10
 
 
 class ProcessStory(Exception):
@@ -55,7 +58,8 @@ class RewardProcess:
     def __init__(self, settings: ProcessSettings) -> None:
         """Raises: `OSError` if no process can be started."""
         self._settings = settings
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._tail = b""
+        self._calls = 0
         path = os.pathsep.join([os.getcwd(), *(part for part in sys.path if part)])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "engine.tasks.reward_child"],
@@ -80,6 +84,7 @@ class RewardProcess:
         with self._streams:
             if self.has_ended:
                 raise RewardFailure("its process was ended before the call")
+            self._calls += 1
             if self._is_new:
                 self._is_new = False
                 self._import()
@@ -187,7 +192,8 @@ class RewardProcess:
             reason = f"crashed: its process was killed by {name}{hint}"
         else:
             reason = f"crashed: its process ended with exit code {code}"
-        raise RewardFailure(reason) from ProcessStory("".join(self._tail) or "the process wrote nothing")
+        last = self._tail.decode("utf-8", "replace")
+        raise RewardFailure(reason) from ProcessStory(last or "the process wrote nothing")
 
     def _has_exited(self, seconds: float) -> bool:
         """Whether the process exits within `seconds`. Its exit code is left for `wait`."""
@@ -196,13 +202,20 @@ class RewardProcess:
         return bool(poll.poll(seconds * 1000))
 
     def _echo(self) -> None:
-        """Copy the error output of the process, which includes what the reward prints."""
+        """Copy the output of the process, which includes what the reward prints: of each call the first `ECHO_BYTES`.
+        Reads it as fast as it comes: a full pipe would stop the process."""
         assert self._process.stderr is not None
+        decode = getincrementaldecoder("utf-8")("replace").decode
+        calls, room = 0, ECHO_BYTES
         with self._process.stderr as stream:
-            for line in iter(stream.readline, b""):
-                text = line.decode("utf-8", "replace")
-                self._tail.append(text)
-                sys.stderr.write(visible(text))
+            while piece := stream.read(PIECE_BYTES):
+                self._tail = (self._tail + piece)[-TAIL_BYTES:]
+                if calls != self._calls:
+                    calls, room = self._calls, ECHO_BYTES
+                if room > 0:
+                    more = "" if len(piece) <= room else "\n[the rest of what this call prints is not shown]\n"
+                    sys.stderr.write(visible(decode(piece[:room])) + more)
+                    room -= len(piece)
 
 
 class RewardProcesses:

@@ -13,6 +13,7 @@ import pytest
 
 from engine.errors import DataFailure, RewardFailure
 from engine.tasks import reward_processes
+from engine.tasks.reward_child import pack, unpack
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
 from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
 
@@ -89,6 +90,10 @@ def claim(prompt, trajectory):
             with suppress(OSError):
                 os.write(number, bytes([255] * 4))  # the reply, as the length of another
     hang(prompt, trajectory)
+
+def loud(prompt, trajectory):
+    print("x" * 2_000_000 + "end")
+    return 1.0
 """
 PROMPT = Prompt(row=4, text="?", fields={"answer": 2})
 
@@ -128,6 +133,20 @@ def test_a_function_gets_the_response_and_its_arguments(pools: Any, capfd: pytes
     assert said.err.count("printed by the reward") == 3 and not said.out
     assert "owned" in said.err and not set("\x1b\x07") & set(said.err)
     assert pool(PROMPT, response("")) == 4.0, "it starts again"
+
+
+def test_only_the_beginning_of_what_a_call_prints_is_shown(pools: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = pools("loud")
+    assert [pool(PROMPT, response()) for _ in range(2)] == [1.0, 1.0]
+    pool.close()
+    said = capfd.readouterr().err
+    assert "xx" in said and "the rest of what this call prints is not shown" in said
+    assert len(said) < 100_000 and "end" not in said
+
+
+@pytest.mark.parametrize("answer", [2**63, 2**64, 2**100, -(2**63) - 1, -(2**2000)])
+def test_a_column_may_hold_integers_of_any_size(answer: int) -> None:
+    assert unpack(pack([{"answer": [answer]}])[4:]) == [{"answer": [answer]}]
 
 
 def test_other_forms_run_in_processes_too(pools: Any) -> None:
