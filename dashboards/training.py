@@ -191,7 +191,11 @@ def training() -> Dashboard:
             "Accuracy on validation prompts, and in training",
             "Rises. Far lower on validation prompts than in training: the policy learns its prompts, not the task.",
             "percentunit",
-            {"held out": of(names.ACCURACY), "in training": figure("accuracy")},
+            {
+                "held out": of(names.ACCURACY),
+                "in training": figure("accuracy"),
+                "held out, failed": of(names.FAILED_SHARE),
+            },
             high=1.0,
         )
     )

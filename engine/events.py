@@ -252,7 +252,7 @@ class RowsMeasured(Event, frozen=True, kw_only=True, tag=30):
     incarnation: Incarnation
     version: Version
     measured: int
-    """Number of rows that got a reward. The others have unusable data and are left out."""
+    """Number of rows that got a reward. The others failed and count as wrong."""
     right: int
     """Number of these rows whose response is right."""
     reward: float
@@ -268,6 +268,8 @@ class RowsMeasured(Event, frozen=True, kw_only=True, tag=30):
     """The row of each value of a reward part, with the place of the part in `ValidationSet.parts` and the value."""
     part_places: tuple[int, ...] = ()
     part_values: tuple[float, ...] = ()
+    reason: str = ""
+    """Why the first of the other rows failed."""
 
 
 class RowsFailed(Event, frozen=True, kw_only=True, tag=31):

@@ -150,6 +150,35 @@ def seldom(prompt, trajectory):
     )  # fmt: skip
 
 
+def test_responses_that_fail_and_prompts_that_are_dropped_count_as_wrong(
+    model: str, project: Path, capsys: Capture
+) -> None:
+    """Of six prompts, one is dropped, and the reward of two raises; the others are right."""
+    Path("my_code.py").write_text("""
+def odd(prompt, trajectory):
+    if prompt.row % 2:
+        raise ValueError("no verdict")
+    return 1.0
+""")
+    write_rows(Path("held_out.jsonl"), *({"prompt": f"{n}+1=" + 99 * (n == 4) * "1"} for n in range(6)))
+    sets = json.dumps([{"name": "a"}, {"name": "b", "samples_per_prompt": 2, "prompts": 4}])
+    given = ["--set=reward.function=my_code:odd", f"--set=validation.sets={sets}", "--set=data.overlong=drop"]
+    assert cli.main(["evaluate", model, "eval.yaml", "--to", "results", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: 8 of 14 validation responses (57%) failed and count as wrong: row 1: " in shown
+    assert "no verdict" in shown and " 67 % " in shown and " 50 % " in shown
+    results = json.loads((project / "results/results.json").read_text())
+    assert (results["accuracy"], results["reward_mean"], results["rows"], results["measured"]) == (
+        2 / 14 + 4 / 14,
+        1,
+        14,
+        6,
+    )
+    found = {name: (one["prompts"], one["failed_share"], one["reward_mean"]) for name, one in results["sets"].items()}
+    assert found == {"a": (6, pytest.approx(4 / 6), 1.0), "b": (4, 0.5, 1.0)}
+    assert results["sets"]["a"]["avg@1"] == pytest.approx(2 / 6) and results["sets"]["b"]["pass@2"] == 0.5
+
+
 def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Path, capsys: Capture) -> None:
     assert "MODEL '/nowhere' is neither" in refused(capsys, "/nowhere", "eval.yaml")
     assert "MODEL 'nowhere' is neither" in refused(capsys, "nowhere", "eval.yaml")

@@ -23,7 +23,7 @@ from engine.metrics.journal import Journal
 from engine.record import Header, Recorder
 from engine.record.files import RecordLock
 from engine.runtime.run_history import require_unfinished
-from engine.states.limits import Limits
+from engine.states.limits import Limits, ValidationLimits
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
 
@@ -38,7 +38,7 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def make_run(
     name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int = 1, then: int | None = None,
-    killed: Callable[[State], bool] | None = None,
+    killed: Callable[[State], bool] | None = None, validation: ValidationLimits | None = None,
 ) -> Path:  # fmt: skip
     """A finished run under runs/, or one that is killed. `then`: another run.max_steps, from the second step on."""
     directory = Path("runs") / name
@@ -47,7 +47,7 @@ def make_run(
     (directory / "config.yaml").write_text(text)
     limits = Limits(
         train_batch_size=2, max_staleness_steps=max_staleness_steps, max_concurrent_groups=4, max_steps=steps,
-        timeouts=Timeouts.every(None),
+        timeouts=Timeouts.every(None), validation=validation,
     )  # fmt: skip
     recorder = Recorder(directory / "schedule", Header(run=name, limits=limits.to_plain()))
     world = SteadyWorld(limits, slots=slots, journal=Journal(directory / "metrics.jsonl"), recorder=recorder)
@@ -207,6 +207,21 @@ def test_a_page_has_figures_curves_changed_fields_and_next_commands(capsys: Capt
     assert "finished: 4 train steps" in text and "▁" in text and "█" in text and "step-3" in text
     (Path("runs/one") / "metrics.jsonl").unlink()
     assert "curves" not in said(capsys, "show", "one")
+
+
+def test_pages_show_the_share_of_failures_beside_rewards_and_accuracies(capsys: Capture) -> None:
+    """Of 11 validation rows, one fails; of the groups of the last step, a third."""
+    path = make_run("some", validation=ValidationLimits(rows=11)) / "metrics.jsonl"
+    page = answered(capsys, "show", "runs/some")
+    text = "1 of 11 validation responses (9%) failed and count as wrong: row 10: this row cannot be measured"
+    assert page["health"] == {"failed_responses": text} and page["figures"]["validation_failed_share"] == 1 - 10 / 11
+    assert text in said(capsys, "show", "runs/some") and text in said(capsys, "explain", "runs/some")
+    assert "the report is" in said(capsys, "report", "runs/some", "--out", "page.html")
+    assert f"<p class=note>{text}</p>" in Path("page.html").read_text(encoding="utf-8")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    last = max((json.loads(line) for line in lines if '"step"' in line), key=lambda row: row["step"])
+    path.write_text(json.dumps({**last, "groups_failed": 1}) + "\n", encoding="utf-8")
+    assert "the last reward leaves out 33 % of its groups: they failed" in said(capsys, "runs")
 
 
 def test_a_page_hides_secrets_of_a_configuration(capsys: Capture) -> None:

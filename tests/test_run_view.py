@@ -1,6 +1,7 @@
 """The live view, the plain lines and the table at the end: what they show, and that it fits 80 columns."""
 
 import io
+import json
 import math
 import os
 import pty
@@ -8,7 +9,7 @@ import re
 import select
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ from engine.cli.run_view import (
     validation_line,
     view_for,
 )
-from engine.metrics.status import Status, read_status
+from engine.metrics.export import registry
+from engine.metrics.journal import plain
+from engine.metrics.status import Status, read_status, status_of
+from engine.simulation.simulated_models import row_reward
+from engine.states.limits import ValidationLimits
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -201,6 +206,21 @@ def test_groups_that_failed_on_their_rewards_are_shown_beside_the_reward() -> No
     assert stream.getvalue().count("a prompt, agent or reward failed") == stream.getvalue().count("KeyError: 3") == 1
 
 
+def test_the_share_of_failed_responses_is_beside_each_accuracy_with_a_reason() -> None:
+    """Of 22 rows, two fail."""
+    world = steady_world(steps=4, validation=ValidationLimits(rows=22)).to_the_end()
+    status = status_of(json.loads(json.dumps(plain(asdict(read_status(world.metrics))))))
+    row = status.validations[-1]
+    assert row["accuracy"] == sum(row_reward(n, 4) or 0.0 for n in range(22)) / 22
+    assert any(f"validation {row['accuracy']:.3f} (9 % failed)" in line for line in drawn(status))
+    text = "\n".join(table_lines(status))
+    assert re.search(r"before / after +│ 0\.\d\d\d \(9 % failed\) / 0\.\d\d\d \(9 % failed\)", text), text
+    cells = " ".join(line.split("│")[2].strip() for line in text.splitlines() if line.count("│") == 3)
+    assert "2 of 22 validation responses (9%) failed and count as wrong: row 10: this row cannot be" in cells
+    figures = {sample.name: sample.value for metric in registry(world.metrics).collect() for sample in metric.samples}
+    assert figures["engine_validation_failed_ratio"] == pytest.approx(2 / 22)
+
+
 def test_a_silence_is_noted_once_and_shown_while_it_lasts() -> None:
     sentence = "nothing has changed for 300 s: the trainer has been training step 3 on 4 groups for 312 s"
     silent = replace(middle(), silence=sentence)
@@ -302,14 +322,20 @@ def read_all(descriptor: int) -> bytes:
 
 
 def test_a_set_without_a_name_adds_only_what_the_validation_does_not_say() -> None:
-    figures = {"prompts": 2, **{f"{m}{end}": 0.5 for m in ("avg@1", "pass@2") for end in ("", "_low", "_high")}}
+    figures = {
+        "prompts": 2,
+        "failed_share": 0.25,
+        **{f"{m}{end}": 0.5 for m in ("avg@1", "pass@2") for end in ("", "_low", "_high")},
+    }
     row = {
         "validation": 0, "version": 1, "steps": 1, "outcome": "reported", "accuracy": 0.5, "reward_mean": 0.5,
-        "sets": {"held_out": figures}, "measured": 2, "rows": 2, "elapsed_s": 1.0, "reason": "",
+        "sets": {"held_out": figures}, "measured": 3, "rows": 4, "failed_share": 0.25, "elapsed_s": 1.0,
+        "reason": "row 3: no answer",
     }  # fmt: skip
     line = validation_line(row)
     assert "held_out/pass@2=0.5000[0.500,0.500]" in line and "avg@1" not in line
-    assert [name for name, _ in set_rows([row])] == ["held_out pass@2"]
+    assert line.endswith(" failed_share=0.250 rows=3/4 elapsed_s=1.0 reason='row 3: no answer'")
+    assert [*set_rows([row])] == [("held_out pass@2", "0.500 (25 % failed)  (95 %: 0.500 to 0.500)")]
     named = {**row, "sets": {"math": figures}}
     assert "math/avg@1=" in validation_line(named)
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.recorded_run import writable
 from engine.errors import ConfigError, EngineError
-from engine.metrics.journal import metrics_in, plain
+from engine.metrics.health import failed_responses
+from engine.metrics.journal import FAILED_SHARE, metrics_in, plain
 from engine.metrics.status import read_status
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return DONE
     measured = f"{results['measured']} of {results['rows']} responses measured"
     console.print(f"{results['model']}: {measured}", soft_wrap=True, markup=False)
+    for warning in failed_responses([row]):
+        console.print(f"warning: {warning.text}", style="yellow", soft_wrap=True, markup=False)
     console.print(table_of(results))
     where = run_directory.RunDirectory(target).shown
     console.print(f"results: {where}/{RESULTS}; responses: engine samples {where} --validation", soft_wrap=True)
@@ -204,7 +207,8 @@ async def _run(plan: "Plan", show: Callable[[str], None]) -> "RunResult":
 
 def results_of(row: Mapping[str, Any], subject: Subject, config: str, seconds: float) -> dict[str, Any]:
     """The content of `results.json`. `row`: that of the validation, as in `metrics.jsonl`."""
-    figures = {key: row[key] for key in ("accuracy", "reward_mean", "rows", "measured", "sets")}
+    names = ("accuracy", "reward_mean", "rows", "measured", FAILED_SHARE, "reason", "sets")
+    figures = {name: row[name] for name in names}
     return {"model": subject.name, "steps": subject.steps, "config": config, **figures, "seconds": seconds}
 
 
@@ -212,14 +216,16 @@ def table_of(results: Mapping[str, Any]) -> "Table":
     """The figures of each set, with their intervals."""
     from rich.table import Table
 
-    from engine.cli.run_view import figure
+    from engine.cli.run_view import figure, percent
 
     table = Table()
     for name, justify in (("set", "left"), ("prompts", "right"), ("figure", "left"), ("value", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("95 % interval", justify="right")
+    table.add_column("failed", justify="right")
     for name, figures in results["sets"].items():
         for metric, value, low, high in metrics_in(figures):
             interval = f"{figure(low, '.3f')} to {figure(high, '.3f')}"
-            table.add_row(name, str(figures["prompts"]), metric, figure(value, ".3f"), interval)
+            failed = percent(figures[FAILED_SHARE])
+            table.add_row(name, str(figures["prompts"]), metric, figure(value, ".3f"), interval, failed)
     return table

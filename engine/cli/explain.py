@@ -29,7 +29,7 @@ def add_command(commands: Any) -> None:
 def explain(arguments: argparse.Namespace) -> int:
     """`engine explain RUN`. Raises: `ConfigError` for a step, group or time that the record does not have."""
     from engine.inspect.explanation import explain_group, explain_idle, explain_moment, explain_run, explain_step
-    from engine.metrics.health import findings
+    from engine.metrics.health import failed_responses, findings
     from engine.metrics.journal import step_rows
 
     if arguments.at is not None and not math.isfinite(arguments.at):
@@ -42,9 +42,8 @@ def explain(arguments: argparse.Namespace) -> int:
     elif arguments.at is not None:
         explanation = explain_moment(history, arguments.at)
     else:
-        explanation = (
-            explain_idle(history) if arguments.idle else explain_run(history, findings(step_rows(run.metrics)))
-        )
+        health = [*findings(step_rows(run.metrics)), *failed_responses(history.validations)]
+        explanation = explain_idle(history) if arguments.idle else explain_run(history, health)
     if arguments.json:
         print_json("explain", run.shown, explanation.plain())
     else:

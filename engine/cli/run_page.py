@@ -31,7 +31,7 @@ from engine.cli.run_state import (
 )
 from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
 from engine.errors.redaction import without_secrets
-from engine.metrics.health import findings
+from engine.metrics.health import HealthFinding, failed_responses, findings
 from engine.metrics.journal import last_row, rows_of, step_rows
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.run_directory import RunDirectory, open_run
@@ -106,6 +106,10 @@ class RunFiles:
     @cached_property
     def validations(self) -> list[dict[str, Any]]:
         return [row for row in rows_of(self.directory.metrics) if "validation" in row]
+
+    @property
+    def health(self) -> list[HealthFinding]:
+        return [*findings(self.rows), *failed_responses(self.validations)]
 
     @property
     def figures(self) -> dict[str, float | int | None]:
@@ -198,6 +202,7 @@ def _listed(directory: RunDirectory) -> dict[str, Any]:
     except EngineError as error:
         state, model, most = RunState(FAILED, f"{DAMAGED}: {error}"), "-", None
     trained = int(last["step"]) + 1 if last else 0
+    failed = last.get("groups_failed", 0)
     return {
         "name": directory.path.name,
         "state": state.word,
@@ -206,6 +211,7 @@ def _listed(directory: RunDirectory) -> dict[str, Any]:
         "max_steps": most,
         "reward_first": first.get("reward_mean"),
         "reward_last": last.get("reward_mean"),
+        "groups_failed_share": failed / (failed + last["groups"]) if failed else 0.0,
         "started": run.started,
         "seconds": last.get("elapsed_s"),
         "why": state.text,
@@ -224,7 +230,7 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
     """For each run a line with its figures, then its model, its time and why it ended."""
     from rich.text import Text
 
-    from engine.cli.run_view import clock, figure
+    from engine.cli.run_view import clock, figure, percent
 
     names = [visible(row["name"]) for row in rows]
     wide = max(map(len, names))
@@ -236,6 +242,9 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
         line = Text(f"{name:<{wide}}  ", style="bold")
         line.append(f"{row['state']:<11}  ", style=f"not bold {STYLES.get(row['state'], 'yellow')}")
         line.append(f"{steps:>9}  {reward:>14}  {clock(row['seconds']):>7}", style="not bold")
+        if row["groups_failed_share"]:
+            failed = f"  the last reward leaves out {percent(row['groups_failed_share'])} of its groups: they failed"
+            line.append(failed, style="not bold yellow")
         console.print(line, soft_wrap=True)
         why = row["why"].partition(": ")[2] or row["why"]
         about = f"  {_short(row['model'])}, started {row['started']} UTC: {why}"
@@ -262,7 +271,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         fields = {
             "state": state.word, "why": state.text, "model": run.model, "started": run.started,
-            "health": {one.check: one.text for one in findings(run.rows)},
+            "health": {one.check: one.text for one in run.health},
             "configuration": {path: {"value": value, "default": default} for path, (value, default) in changed.items()},
             "figures": run.figures, "curves": _plain_curves(run), "validations": run.validations,
             "checkpoints": checkpoints, "next": commands,
@@ -275,7 +284,7 @@ def _show(arguments: argparse.Namespace) -> int:
     style = STYLES.get(state.word, "yellow")
     console.print(Text(visible(run.directory.shown), style="bold").append(f"  {_about(run)}", "dim"))
     console.print(Text(visible(state.text), style=style))
-    for finding in findings(run.rows):
+    for finding in run.health:
         console.print(Text(visible(finding.text), style="yellow"))
     _print_part(console, "figures", _figure_table([run]))
     _print_part(console, "curves over train steps", _curve_table([run], console.width))

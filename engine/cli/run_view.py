@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engine.metrics.journal import metrics_in
+from engine.metrics.journal import FAILED_SHARE, metrics_in
 from engine.metrics.status import Status
 from engine.states.limits import HELD_OUT
 
@@ -175,6 +175,7 @@ def validation_line(row: Mapping[str, Any]) -> str:
         "accuracy": figure(row["accuracy"], ".4f"),
         "reward": figure(row["reward_mean"], ".4f"),
         **set_fields(row),
+        FAILED_SHARE: figure(row[FAILED_SHARE], ".3f"),
         "rows": f"{row['measured']}/{row['rows']}",
         "elapsed_s": figure(row["elapsed_s"], ".1f"),
     }
@@ -207,10 +208,15 @@ def set_rows(validations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, st
         for metric, value, low, high in metrics_in(figures):
             if _is_shown(name, metric):
                 continue
-            before = first["sets"].get(name, {}).get(metric) if first is not newest else None
-            earlier = "" if before is None else f"{figure(before, '.3f')} / "
-            cell = f"{earlier}{figure(value, '.3f')}  (95 %: {figure(low, '.3f')} to {figure(high, '.3f')})"
-            yield f"{name} {metric}", cell
+            earlier = first["sets"].get(name, {}) if first is not newest else {}
+            before = f"{_with_failed(earlier[metric], earlier[FAILED_SHARE])} / " if metric in earlier else ""
+            cell = f"{before}{_with_failed(value, figures[FAILED_SHARE])}"
+            yield f"{name} {metric}", f"{cell}  (95 %: {figure(low, '.3f')} to {figure(high, '.3f')})"
+
+
+def _with_failed(value: float | None, share: float) -> str:
+    """A figure of a validation, beside the share of its responses that failed."""
+    return figure(value, ".3f") + (f" ({percent(share)} failed)" if share else "")
 
 
 def panel(status: Status, title: str, *, replicas: bool = True) -> RenderableType:
@@ -277,13 +283,16 @@ def _validation_figures(status: Status) -> str:
     reported = [row for row in status.validations if row["outcome"] == "reported"]
     sets = reported[-1]["sets"] if reported else {}
     if len(sets) < 2:
-        return figure(status.accuracy, ".3f")
+        return _with_failed(status.accuracy, status.accuracies[-1][2])
     shares = {
         name: [found for found in metrics_in(figures) if not found[0].startswith("reward_")]
         for name, figures in sets.items()
     }
     shown = {name: found[-1] for name, found in shares.items()}
-    return ", ".join(f"{name} {metric} {figure(value, '.3f')}" for name, (metric, value, *_) in shown.items())
+    return ", ".join(
+        f"{name} {metric} {_with_failed(value, sets[name][FAILED_SHARE])}"
+        for name, (metric, value, *_) in shown.items()
+    )
 
 
 def _staleness(status: Status) -> str:
@@ -333,8 +342,9 @@ def summary(status: Status, *, where: str, wall_s: float | None = None, advice: 
     table.add_row("train steps", steps)
     rewards = f"{figure(status.reward_first, '.3f')} / {figure(status.reward, '.3f')}"
     table.add_row("reward first / last", f"{rewards}{since}")
-    accuracy = f"{figure(status.accuracy_first, '.3f')} / {figure(status.accuracy_last, '.3f')}"
-    table.add_row("validation accuracy before / after", accuracy)
+    before = _with_failed(status.accuracy_first, status.failed_share(0))
+    after = _with_failed(status.accuracy_last, status.failed_share(status.step) if status.step else 0.0)
+    table.add_row("validation accuracy before / after", f"{before} / {after}")
     for name, cell in set_rows(status.validations):
         table.add_row(f"  {name}", cell)
     table.add_row(

@@ -14,7 +14,9 @@ from engine.states.limits import HELD_OUT, ValidationLimits, ValidationSet
 from engine.tasks.answers import NAMED as ANSWER
 from engine.tasks.answers import NONE
 
-RESERVED = ("accuracy", "reward_mean", "rows", "measured", "version", "steps", "seconds", "elapsed_s", "outcome")
+RESERVED = (
+    "accuracy", "reward_mean", "rows", "measured", "failed_share", "version", "steps", "seconds", "elapsed_s", "outcome"
+)  # fmt: skip
 """Names that a set cannot have: its metrics are `validation/NAME/...`, and `validation/accuracy` and so on are metrics
 of all sets."""
 
@@ -112,12 +114,12 @@ class SetSettings(NamedTuple):
     """Names of the functions whose weighted sum is its reward; empty for another reward."""
     correct: tuple[str, ...]
 
-    def limited(self, prompts: int) -> ValidationSet:
-        """The part that the scheduler needs, with this number of prompts."""
+    def limited(self, prompts: int, dropped: int = 0) -> ValidationSet:
+        """The part that the scheduler needs, with these numbers of prompts."""
         majority = bool(self.k) and self.answer != NONE
         return ValidationSet(
             name=self.name, prompts=prompts, samples=self.samples, k=self.k, majority=majority, parts=self.parts,
-            correct=self.correct,
+            correct=self.correct, dropped=dropped,
         )  # fmt: skip
 
     @property

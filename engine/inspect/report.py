@@ -22,7 +22,8 @@ from engine.errors.redaction import without_secrets
 from engine.inspect.history import FATES, History
 from engine.inspect.timeline import Timeline
 from engine.inspect.timeline_files import began_at
-from engine.metrics.journal import plain
+from engine.metrics.health import failed_responses
+from engine.metrics.journal import FAILED_SHARE, plain
 from engine.reward_histogram import HISTOGRAMS, REWARD
 from engine.version import __version__
 
@@ -184,7 +185,7 @@ def _curves(history: History, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
     found = [row for row in history.validations if row.get("outcome") == "reported"]
     return {
         "step": [row["step"] for row in steps], "wall": [row.get("elapsed_s") for row in steps], "plots": plots,
-        "validations": [[row["steps"], row["elapsed_s"], row["accuracy"]] for row in found],
+        "validations": [[row["steps"], row["elapsed_s"], row["accuracy"], row[FAILED_SHARE]] for row in found],
         "histograms": histograms, "bound": history.limits.get("max_staleness_steps"),
     }  # fmt: skip
 
@@ -194,17 +195,20 @@ def _curves(history: History, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 def _summary(history: History) -> str:
     groups = sum(group.ended_at >= 0 for group in history.groups)
+    failed = sum(group.state == "failed" for group in history.groups)
     facts = {
         "outcome": f"{history.outcome}{': ' if history.reason else ''}{history.reason}",
         "train steps": sum(step.finished_at >= 0 for step in history.trained),
-        "groups": f"{groups} ended of {len(history.groups)} drawn",
+        "groups": f"{groups} ended of {len(history.groups)} drawn"
+        + (f", {failed} failed: no reward has them" if failed else ""),
         "time": f"{history.end:.1f} s", "events": history.events,
         "replicas": f"{len(history.slots)} with {sum(history.slots.values())} slots",
         "bounds": ", ".join(
             f"{short} = {history.limits[name]}" for short, name in BOUNDS.items() if name in history.limits
         ),
     }  # fmt: skip
-    notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in history.notes)
+    said = [*history.notes, *(one.text for one in failed_responses(history.validations))]
+    notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in said)
     return _facts(facts) + notes
 
 

@@ -88,6 +88,7 @@ def figures(rows: Sequence[Row], validations: Sequence[Row]) -> dict[str, float 
         "reward_highest": max(rewards, default=None),
         "validation_first": number(measured[0], "accuracy") if measured else None,
         "validation_last": number(measured[-1], "accuracy") if measured else None,
+        "validation_failed_share": number(measured[-1], "failed_share") if measured else None,
         "groups_trained": groups,
         "groups_filtered": _sum(rows, "groups_filtered"),
         "groups_failed": _sum(rows, "groups_failed"),

@@ -98,7 +98,9 @@ class Timeline:
         if isinstance(value, ProcessLife):
             return {"process": name_of(value.kind, value.index), "outcome": value.outcome, "reason": value.reason}
         if isinstance(value, dict):
-            names = ("validation", "version", "steps", "outcome", "accuracy", "reward_mean", "rows", "reason")
+            names = (
+                "validation", "version", "steps", "outcome", "accuracy", "reward_mean", "rows", "measured", "reason"
+            )  # fmt: skip
             return {name: value[name] for name in names if value[name] not in (None, "")}
         shown = {name: getattr(value, name) for name in value._fields}
         hidden = ("start", "end", "name")

@@ -37,7 +37,7 @@ from engine.ids import NO_VERSION, ReplicaId, StepId
 from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups
 from engine.metrics.idle import IdleTime
 from engine.metrics.intervals import estimates
-from engine.metrics.journal import Row, StepRows, bounds_in, finished_row, sets_of
+from engine.metrics.journal import FAILED_SHARE, Row, StepRows, bounds_in, finished_row, sets_of
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
@@ -145,8 +145,8 @@ class RunMetrics:
         """(number of changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
-        self.accuracies: list[tuple[int, float]] = []
-        """(train steps, accuracy) of every validation reported."""
+        self.accuracies: list[tuple[int, float, float]] = []
+        """(train steps, accuracy, share of failed responses) of every validation reported."""
         self.validations: list[Row] = []
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
@@ -289,9 +289,9 @@ class RunMetrics:
             if isinstance(value, int | float) and (name in self.figures or len(self.figures) < FIGURES_KEPT):
                 self.figures[name] = float(value)
 
-    def validated(self, steps: int, accuracy: float) -> None:
+    def validated(self, steps: int, accuracy: float, failed_share: float = 0.0) -> None:
         """Take the accuracy of the weights after `steps` train steps."""
-        self.accuracies.append((steps, accuracy))
+        self.accuracies.append((steps, accuracy, failed_share))
 
     def close(self) -> None:
         """Write the rows of finished steps for which the trainer reported no metrics, and close the journal."""
@@ -392,7 +392,7 @@ class RunMetrics:
         whole = row.keys() >= {"steps", "accuracy", "seconds"}  # a row of an earlier process that nobody has edited
         if whole and row.get("outcome") == "reported":
             self.validation_s.observe([sum(row["seconds"].values())])
-            self.validated(row["steps"], row["accuracy"] or 0.0)
+            self.validated(row["steps"], row["accuracy"] or 0.0, row.get(FAILED_SHARE) or 0.0)
 
     def set_figures(self) -> list[tuple[tuple[str, str, str], float]]:
         """The figures of the newest validation, by set, metric and estimate (`value`, `low`, `high`)."""
@@ -420,7 +420,8 @@ def _validation_row(run: Validation) -> Row:
     began = run.started_at if run.started_at >= 0 else run.ended_at
     return {
         "validation": run.id, "version": run.version, "steps": run.steps, "outcome": run.state,
-        "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.rows, "measured": run.measured,
+        "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.asked, "measured": run.measured,
+        FAILED_SHARE: None if run.left else 1 - run.measured / run.asked,
         "sets": sets_of(estimates(run.figures)), "reason": run.reason, "elapsed_s": run.ended_at,
         "seconds": {"queued": began - run.queued_at, "running": run.ended_at - began},
     }  # fmt: skip

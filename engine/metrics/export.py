@@ -166,9 +166,10 @@ class Exporter(Collector):
             names.STALE_ECHOES.name: lambda: _one(state.orders.stale_echoes),
             names.EVENTS.name: lambda: _labelled(m.events),
             names.REWARD.name: lambda: [((), value) for value in m.rewards[-1:] if value is not None],
-            names.ACCURACY.name: lambda: [((), value) for _, value in m.accuracies[-1:]],
+            names.ACCURACY.name: lambda: [((), value) for _, value, _ in m.accuracies[-1:]],
             names.VALIDATION_FIGURE.name: lambda: list(m.set_figures()),
-            names.ACCURACY_STEPS.name: lambda: [((), steps) for steps, _ in m.accuracies[-1:]],
+            names.FAILED_SHARE.name: lambda: [((), share) for *_, share in m.accuracies[-1:]],
+            names.ACCURACY_STEPS.name: lambda: [((), steps) for steps, *_ in m.accuracies[-1:]],
             names.VALIDATION_VERSION.name: lambda: [((), row["version"]) for row in m.reported()[-1:]],
             names.VALIDATIONS.name: lambda: _labelled(m.validations_by_state()),
             names.VALIDATIONS_ENDED.name: lambda: _entered(state.moves, names.VALIDATION),
@@ -280,7 +281,7 @@ class Exporter(Collector):
         m, state = self._metrics, self._metrics.state
         versions = {r.id: r.version for r in self._alive()}
         newest, staleness = state.training.latest_version, state.limits.max_staleness_steps
-        found = run_findings([*m.steps.recent], versions, newest, staleness, [*m.steps.first])
+        found = run_findings([*m.steps.recent], versions, newest, staleness, [*m.steps.first], m.reported()[-1:])
         return [((check,), any(one.check == check for one in found)) for check in ALL_CHECKS]
 
     def _of_sources(self, figure: str) -> Samples:

@@ -72,14 +72,25 @@ def findings(rows: Sequence[Row], first: Sequence[Row] = ()) -> list[HealthFindi
 
 
 def run_findings(
-    rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int, first: Sequence[Row] = ()
+    rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int, first: Sequence[Row] = (),
+    validations: Sequence[Row] = (),
 ) -> list[HealthFinding]:  # fmt: skip
-    """What the newest rows of `metrics.jsonl`, the first rows of the run and the weights versions of the replicas that
-    are up show. `staleness`: the bound S. After a resume, replicas may have version 0 until the trainer has trained
-    stored steps again."""
+    """What the newest rows of train steps and of validations in `metrics.jsonl`, the first rows of the run and the
+    weights versions of the replicas that are up show. `staleness`: the bound S. After a resume, replicas may have
+    version 0 until the trainer has trained stored steps again."""
     steps = [row for row in rows if "step" in row]
     late = replicas_behind(versions, newest, staleness + 1) if len(steps) >= STEPS else []
-    return [*findings(steps, first), *late]
+    return [*findings(steps, first), *late, *failed_responses(validations)]
+
+
+def failed_responses(validations: Sequence[Row]) -> list[HealthFinding]:
+    """Whether responses of the newest reported validation failed or were dropped. `validations`: rows, oldest first."""
+    newest = next((row for row in reversed(validations) if row.get("outcome") == "reported"), {})
+    if not newest.get("failed_share"):
+        return []
+    failed, rows = newest["rows"] - newest["measured"], newest["rows"]
+    text = f"{failed} of {rows} validation responses ({newest['failed_share']:.0%}) failed and count as wrong"
+    return [HealthFinding(FAILED_RESPONSES, f"{text}: {newest['reason']}")]
 
 
 def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[HealthFinding]:
@@ -254,8 +265,8 @@ CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
 }
 """Each gets the newest rows, at least `STEPS` of them, and returns a sentence, or nothing. Causes come before their
 effects: responses that are cut off get no reward."""
-OLD_WEIGHTS = "old_weights"
-ALL_CHECKS = (*CHECKS, NO_PROGRESS, OLD_WEIGHTS)
+OLD_WEIGHTS, FAILED_RESPONSES = "old_weights", "failed_responses"
+ALL_CHECKS = (*CHECKS, NO_PROGRESS, OLD_WEIGHTS, FAILED_RESPONSES)
 """Every value of `HealthFinding.check`."""
 EFFECTS = {
     "never_right": ("flat_reward", "no_update", NO_PROGRESS),

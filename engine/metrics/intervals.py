@@ -27,12 +27,16 @@ class Estimate(NamedTuple):
     low: float | None
     high: float | None
     prompts: int
-    """Number of prompts with enough measured responses."""
+    """Number of prompts with a value."""
+    failed_share: float
+    """Share of the responses that failed or were dropped. They count as wrong, and have no reward."""
 
 
 def estimates(figures: Iterable[Figure]) -> tuple[Estimate, ...]:
     """The figures with their intervals."""
-    return tuple(Estimate(one.set, one.metric, *_interval(one), len(one.prompts)) for one in figures)
+    return tuple(
+        Estimate(one.set, one.metric, *_interval(one), len(one.prompts), one.failed / one.responses) for one in figures
+    )
 
 
 def _interval(one: Figure) -> tuple[float, float | None, float | None]:

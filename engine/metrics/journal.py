@@ -4,7 +4,7 @@
 written as null. The row of a validation has `sets`: by the name of the set, each figure with the ends of its 95 %
 confidence interval.
 
-    {"math": {"prompts": 30, "pass@4": 0.8, "pass@4_low": 0.63, "pass@4_high": 0.9, ...}}
+    {"math": {"prompts": 30, "failed_share": 0.0, "pass@4": 0.8, "pass@4_low": 0.63, "pass@4_high": 0.9, ...}}
 """
 
 import json
@@ -212,14 +212,16 @@ def _cut_torn_line(path: Path) -> None:
 BOUNDS = {"value": "", "low": "_low", "high": "_high"}
 """Suffix of each estimate of a figure."""
 PROMPTS = "prompts"
-"""Key of the number of prompts with a measured response."""
+"""Key of the number of prompts."""
+FAILED_SHARE = "failed_share"
+"""Key of the share of responses that failed or were dropped."""
 
 
 def sets_of(estimates: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
     """The figures of each set, by its name."""
     sets: dict[str, dict[str, Any]] = {}
     for found in estimates:
-        figures = sets.setdefault(found.set, {PROMPTS: found.prompts})
+        figures = sets.setdefault(found.set, {PROMPTS: found.prompts, FAILED_SHARE: found.failed_share})
         figures |= {found.metric: found.value, f"{found.metric}_low": found.low, f"{found.metric}_high": found.high}
     return sets
 

@@ -454,6 +454,9 @@ DISK_FREE = _gauge(
 DISK_SIZE = _gauge("engine_disk_size_bytes", "bytes", "Size of the disk of the run's directory.", where="run directory")
 REWARD = _gauge("engine_reward_mean", "reward", "Mean reward of the groups of the newest trained step.")
 ACCURACY = _gauge("engine_validation_accuracy", "ratio", "Accuracy of the newest validation over all its sets, 0 to 1.")
+FAILED_SHARE = _gauge(
+    "engine_validation_failed_ratio", "ratio", "Share of the newest validation's responses that failed, 0 to 1."
+)
 VALIDATION_FIGURE = _gauge(
     "engine_validation_figure",
     "ratio or reward",

@@ -37,8 +37,8 @@ class Status:
     rewards: tuple[float | None, ...]
     """Mean rewards of the newest steps, oldest first."""
     reward_first: float | None
-    accuracies: tuple[tuple[int, float], ...]
-    """(train steps, accuracy) of every reported validation, oldest first."""
+    accuracies: tuple[tuple[int, float, float], ...]
+    """(train steps, accuracy, share of failed responses) of every reported validation, oldest first."""
     staleness_min: float | None
     """Smallest staleness of all groups trained so far, in train steps. The mean and the largest follow."""
     staleness_mean: float | None
@@ -131,7 +131,9 @@ class Status:
     @property
     def health(self) -> list[HealthFinding]:
         """Common training failures, from the newest train steps and the replicas."""
-        return run_findings(self.recent, self.replica_versions, self.version, self.max_staleness_steps, self.first)
+        return run_findings(
+            self.recent, self.replica_versions, self.version, self.max_staleness_steps, self.first, self.validations
+        )
 
     @property
     def accuracy(self) -> float | None:
@@ -142,6 +144,10 @@ class Status:
     def accuracy_first(self) -> float | None:
         """Accuracy of the initial weights."""
         return self.accuracies[0][1] if self.accuracies and self.accuracies[0][0] == 0 else None
+
+    def failed_share(self, steps: int) -> float:
+        """Share of failed responses in the newest validation of the weights after `steps` train steps."""
+        return next((share for at, _, share in reversed(self.accuracies) if at == steps), 0.0)
 
     @property
     def accuracy_last(self) -> float | None:

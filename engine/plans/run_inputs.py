@@ -127,13 +127,12 @@ def _held_out_data(inputs: Inputs, path: str | Sequence[str]) -> Dataset:
 def held_out_of(config: Config, inputs: Inputs, limits: ValidationLimits) -> tuple[list[Prompt], ValidationLimits]:
     """The prompt of each row of a validation, and the limits with the number of rows."""
 
-    def data_of(one: SetSettings) -> Dataset:
+    def data_of(one: SetSettings) -> tuple[Dataset, Sequence[int] | None]:
         field = HELD_OUT if one.path is None else f"{one.field}.path"
         path = one.path or inputs.held_out
         assert path is not None  # the configuration was checked
         data = Dataset.load(path, prompt_field=one.prompt_field or inputs.prompt_field, config_field=field)
-        kept = inputs.held_out_rows if one.path is None else (inputs.set_rows or {}).get(field)
-        return data if kept is None else data.only(kept)
+        return data, inputs.held_out_rows if one.path is None else (inputs.set_rows or {}).get(field)
 
     rows, sets = held_out_rows(config, data_of)
     return rows, replace(limits, rows=len(rows), sets=sets)

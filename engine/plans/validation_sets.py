@@ -3,12 +3,13 @@
 Called by `configured_plan`, in the launching process and in replicas.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.config import Config
 from engine.config.reward_functions import function_of_set, reward_of_set
 from engine.config.validation import SetSettings, validation_sets
+from engine.errors import ConfigError
 from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import Way
@@ -35,16 +36,20 @@ def set_files(config: Config, default_field: str) -> dict[str, Dataset]:
 
 
 def held_out_rows(
-    config: Config, data_of: Callable[[SetSettings], Dataset]
+    config: Config, data_of: Callable[[SetSettings], tuple[Dataset, Sequence[int] | None]]
 ) -> tuple[list[Prompt], tuple[ValidationSet, ...]]:
     """The prompt of each row of a validation, as many times as it gets responses, and the sets with their sizes.
-    `data_of`: the prompts of a set."""
+    `data_of`: the prompts of a set, and those of them that fit the model; None: all do. Raises: `ConfigError`."""
     rows, sets = [], []
     for one in validation_sets(config.validation, config.rollout, config.reward):
-        data = data_of(one)
-        prompts = [data.prompt(row) for row in range(min(one.prompts, len(data)))]
+        data, fitting = data_of(one)
+        asked = range(min(one.prompts, len(data)))
+        prompts = [data.prompt(row) for row in (asked if fitting is None else fitting) if row in asked]
+        if not prompts:
+            law = f"leaves no prompt of the validation set {one.name}"
+            raise ConfigError("data.overlong", "drop", law, "raise the limit, or use more prompts")
         rows += [prompt for prompt in prompts for _ in range(one.samples)]
-        sets.append(one.limited(len(prompts)))
+        sets.append(one.limited(len(prompts), dropped=len(asked) - len(prompts)))
     return rows, tuple(sets)
 
 

@@ -35,10 +35,11 @@ def on_rows_measured(core: Core, event: RowsMeasured) -> None:
     core.state.validations.count(run, chunk, event)
     if run.left:
         return
+    reason = next((chunk.reason[:REASON_LENGTH] for chunk in run.chunks if chunk.reason), "")
     if run.measured:
-        _end_validation(core, run, "report", "")
+        _end_validation(core, run, "report", reason)
     else:
-        _end_validation(core, run, "fail", "no row could be measured")
+        _end_validation(core, run, "fail", ": ".join(filter(None, ("no row could be measured", reason))))
 
 
 def _fits(event: RowsMeasured, chunk: Chunk) -> bool:
@@ -180,7 +181,7 @@ def _queue_validation(core: Core, version: Version, limits: ValidationLimits) ->
     for run in [run for run in core.state.validations.runs.values() if run.state == "queued"]:
         _end_validation(core, run, "cancel", f"superseded by version {version} before it started")
     steps = core.state.training.steps_in[version]
-    core.state.validations.queue(version, steps, limits.rows, limits.rows_per_slot, core.state.now)
+    core.state.validations.queue(version, steps, limits, core.state.now)
 
 
 def _take_replicas(core: Core, run: Validation, limits: ValidationLimits) -> None:
@@ -227,10 +228,10 @@ def _in_conflict(core: Core, run: Validation, limits: ValidationLimits) -> bool:
 
 def _rate_checkpoint(core: Core, run: Validation) -> None:
     """Compute the figures of a validation, and note the one by which the best checkpoint is kept."""
-    assert core.state.limits.validation is not None
-    run.evaluate(core.state.limits.validation.measured_sets)
-    metric = core.state.limits.keep_best
-    value = run.value(metric) if metric else None
+    limits = core.state.limits
+    assert limits.validation is not None
+    run.evaluate(limits.validation.measured_sets)
+    value = run.rating(limits.keep_best, limits.keep_best_mode) if limits.keep_best else None
     if value is not None:
         core.state.checkpoints.rate(run.steps, value)
 

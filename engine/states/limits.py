@@ -107,6 +107,8 @@ class ValidationSet:
     """Names of the reward functions whose values are measured too, where the reward is the sum of several."""
     correct: tuple[str, ...] = ()
     """Those of them that say whether a response is right; empty: its reward does."""
+    dropped: int = 0
+    """Prompts that `data.overlong` left out, apart from `prompts`. Their responses count as wrong."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "ValidationSet":
@@ -158,6 +160,11 @@ class ValidationLimits:
     @property
     def own(self) -> bool:
         return self.own_from is not None
+
+    @property
+    def dropped(self) -> int:
+        """Responses to dropped prompts, apart from `rows`."""
+        return sum(one.dropped * one.samples for one in self.sets)
 
     @property
     def measured_sets(self) -> tuple[ValidationSet, ...]:

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from engine.events import RowsMeasured
 from engine.ids import ReplicaId, StepId, ValidationId, Version
-from engine.states.limits import ValidationSet
+from engine.states.limits import ValidationLimits, ValidationSet
 from engine.states.machine import SharedMachine, Table, transitions
 from engine.states.orders import OrderBook
 from engine.states.replica import Replica
@@ -53,6 +53,8 @@ class Chunk:
     """For each value of a reward part its row, and its place in the parts of the row's set."""
     part_places: tuple[int, ...] = ()
     part_values: tuple[float, ...] = ()
+    reason: str = ""
+    """Why its first row that failed did; empty: none did."""
 
     def responses(self) -> dict[int, Response]:
         """The measured responses by row."""
@@ -73,6 +75,8 @@ class Validation:
     steps: StepId
     """Train steps in the version."""
     rows: int
+    dropped: int
+    """Responses that count as wrong although they are not asked for (`ValidationLimits.dropped`)."""
     queued_at: float
     state: str = VALIDATION.initial
     chunks: list[Chunk] = field(default_factory=list)
@@ -81,12 +85,12 @@ class Validation:
     refused: int = 0
     """Lives of replicas given up because they could not be brought to its version."""
     measured: int = 0
-    """Rows measured; the others of a chunk that is done could not be, for their own fault."""
+    """Rows measured; the others of a chunk that is done failed, and count as wrong."""
     right: int = 0
     reward: float = 0.0
     """Sum over the rows measured."""
     reason: str = ""
-    """Why it was cancelled or failed."""
+    """Why it was cancelled or failed; if it is reported, why its first row that failed did."""
     started_at: float = -1.0
     ended_at: float = -1.0
     figures: tuple[Figure, ...] = ()
@@ -140,21 +144,31 @@ class Validation:
         """Compute the figures of each set from the measured rows."""
         self.figures = figures(sets, {r: one for chunk in self.chunks for r, one in chunk.responses().items()})
 
-    def value(self, metric: str) -> float | None:
-        """A figure by its name (`validation_figures.metric_names`); None if no row or prompt gives it."""
-        if metric in ("accuracy", "reward_mean"):
-            return self.accuracy if metric == "accuracy" else self.reward_mean
-        named = {f"{found.set}/{found.metric}": found.value for found in self.figures}
-        return named.get(metric)
+    def rating(self, metric: str, mode: str) -> float | None:
+        """The figure by which the best checkpoint is kept, by its name (`validation_figures.metric_names`); None if no
+        row gives it."""
+        if metric == "accuracy":
+            return self.accuracy
+        named = {f"{one.set}/{one.metric}": one for one in self.figures}
+        rewards = tuple(reward for chunk in self.chunks for reward in chunk.rewards) or (self.reward_mean or 0.0,)
+        ends = min(0.0, *rewards), max(0.0, *rewards)
+        named["reward_mean"] = Figure("", "reward_mean", rewards, self.asked, self.asked - self.measured, ends)
+        return named[metric].rating(mode) if metric in named else None
+
+    @property
+    def asked(self) -> int:
+        """Responses that count: those of all rows, and the dropped ones."""
+        return self.rows + self.dropped
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the rows measured that are right; None while there is none."""
-        return self.right / self.measured if self.measured else None
+        """Share of the responses that are right; None before every row was tried, and if none could be measured."""
+        return self.right / self.asked if self.measured and not self.left else None
 
     @property
     def reward_mean(self) -> float | None:
-        return self.reward / self.measured if self.measured else None
+        """Mean of the rows measured; None as the accuracy is."""
+        return self.reward / self.measured if self.measured and not self.left else None
 
 
 class Validations:
@@ -198,9 +212,10 @@ class Validations:
         run = self.served
         return run if run is not None and replica.id in run.replicas else None
 
-    def queue(self, version: Version, steps: StepId, rows: int, size: int, at: float) -> Validation:
-        run = self.runs[self.created] = Validation(self.created, version, steps, rows, at)
-        run.split(size)
+    def queue(self, version: Version, steps: StepId, limits: ValidationLimits, at: float) -> Validation:
+        run = Validation(self.created, version, steps, limits.rows, limits.dropped, at)
+        self.runs[self.created] = run
+        run.split(limits.rows_per_slot)
         self.created += 1
         self.newest = version
         return run
@@ -240,7 +255,7 @@ class Validations:
         chunk.done = True
         chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
         chunk.right_rows, chunk.part_rows = event.right_rows, event.part_rows
-        chunk.part_places, chunk.part_values = event.part_places, event.part_values
+        chunk.part_places, chunk.part_values, chunk.reason = event.part_places, event.part_values, event.reason
         run.left -= 1
         run.measured += event.measured
         run.right += event.right

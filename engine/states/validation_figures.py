@@ -2,7 +2,7 @@
 
 The scheduler reads them when a validation ends, because the best checkpoint is kept by one of them. `metrics.intervals`
 adds 95 % confidence intervals. Pure: the same responses give the same figures in every process, so a replay computes
-those of the run. Every figure is a mean over prompts.
+those of the run. Every figure is a mean over prompts. A failed response counts as wrong, and has no reward.
 """
 
 from collections import Counter
@@ -24,6 +24,10 @@ class Response(NamedTuple):
     parts: Mapping[int, float] = {}
 
 
+FAILED = Response(0.0, NO_ANSWER, False)
+"""What a failed response counts as in all figures but those of rewards."""
+
+
 class Figure(NamedTuple):
     """A figure of a validation set."""
 
@@ -31,13 +35,23 @@ class Figure(NamedTuple):
     metric: str
     """`avg@4`, `pass@4`, `maj@4`, `reward_mean`, or `reward_NAME` of a part of the reward."""
     prompts: tuple[float, ...]
-    """The value for each prompt with enough measured responses; at least one."""
+    """The value for each prompt, of rewards for each prompt with one; at least one."""
     responses: int
-    """Number of measured responses to all prompts of the set."""
+    """Number of responses to all prompts of the set, those that failed or were dropped included."""
+    failed: int = 0
+    """Number of responses that failed or were dropped."""
+    ends: tuple[float, float] = (0.0, 1.0)
+    """The smallest and the largest value of a response, or 0."""
 
     @property
     def value(self) -> float:
         return mean(self.prompts)
+
+    def rating(self, mode: str) -> float:
+        """The value that is compared with others; `mode`: the best is the max or the min. In a mean reward, a failed
+        response has the worst known reward, or 0 if that is worse: its failure must not make the mean the best."""
+        share = self.failed / self.responses if self.metric.startswith("reward_") else 0.0
+        return self.value + share * (self.ends[mode == "min"] - self.value)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -50,16 +64,16 @@ def metric_names(sets: Iterable[ValidationSet]) -> list[str]:
 
 
 def figures(sets: Sequence[ValidationSet], responses: Mapping[int, Response]) -> tuple[Figure, ...]:
-    """The figures of each set. `responses`: by row, in the order of `ValidationLimits.place`; rows that could not be
-    measured are missing. A figure for which no prompt has enough responses is left out."""
+    """The figures of each set; none if no response was measured. `responses`: by row, in the order of
+    `ValidationLimits.place`; rows that failed are missing. A figure of rewards that no response has is left out."""
     found, first = [], 0
-    for one in sets:
+    for one in sets if responses else ():
         prompts = []
         for prompt in range(one.prompts):
             start = first + prompt * one.samples
-            prompts.append([responses[row] for row in range(start, start + one.samples) if row in responses])
+            prompts.append([responses.get(row) for row in range(start, start + one.samples)])
         first += one.prompts * one.samples
-        found += _figures_of(one, [measured for measured in prompts if measured])
+        found += _figures_of(one, prompts)
     return tuple(found)
 
 
@@ -69,19 +83,28 @@ def _metrics(one: ValidationSet) -> list[str]:
     return [f"avg@{one.samples}", *(f"pass@{k}" for k in one.k), *votes, "reward_mean", *parts]
 
 
-def _figures_of(one: ValidationSet, prompts: Sequence[Sequence[Response]]) -> list[Figure]:
-    values: dict[str, list[float]] = {f"avg@{one.samples}": [fsum(map(_right, p)) / len(p) for p in prompts]}
+def _figures_of(one: ValidationSet, prompts: Sequence[Sequence[Response | None]]) -> list[Figure]:
+    """`prompts`: the responses to each prompt that was not dropped; None for those that failed."""
+    all_of = [[FAILED if response is None else response for response in p] for p in prompts]
+    all_of += [[FAILED] * one.samples] * one.dropped
+    values: dict[str, list[float]] = {f"avg@{one.samples}": [fsum(map(_right, p)) / one.samples for p in all_of]}
     for k in one.k:
-        enough = [p for p in prompts if len(p) >= k]
-        values[f"pass@{k}"] = [pass_at(len(p), int(fsum(map(_right, p))), k) for p in enough]
+        values[f"pass@{k}"] = [pass_at(one.samples, int(fsum(map(_right, p))), k) for p in all_of]
         if one.majority:
-            values[f"maj@{k}"] = [majority_at(p, k) for p in enough]
-    values["reward_mean"] = [mean([response.reward for response in p]) for p in prompts]
+            values[f"maj@{k}"] = [majority_at(p, k) for p in all_of]
+    measured = [[response for response in p if response is not None] for p in prompts]
+    rewards = {"reward_mean": [[response.reward for response in p] for p in measured]}
     for place, name in enumerate(one.parts):
-        applies = [[response.parts[place] for response in p if place in response.parts] for p in prompts]
-        values[f"reward_{name}"] = [mean(each) for each in applies if each]
-    responses = sum(map(len, prompts))
-    return [Figure(one.name, metric, tuple(each), responses) for metric, each in values.items() if each]
+        rewards[f"reward_{name}"] = [[r.parts[place] for r in p if place in r.parts] for p in measured]
+    responses = len(all_of) * one.samples
+    counts = responses, responses - sum(map(len, measured))
+    found = [Figure(one.name, metric, tuple(each), *counts) for metric, each in values.items()]
+    for metric, of_prompts in rewards.items():
+        known = [each for each in of_prompts if each]
+        if known:
+            ends = min(0.0, *map(min, known)), max(0.0, *map(max, known))
+            found.append(Figure(one.name, metric, tuple(map(mean, known)), *counts, ends))
+    return found
 
 
 def _right(response: Response) -> bool:

@@ -167,6 +167,7 @@ class Measurements:
         judged = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         rewards = [None if isinstance(one, str) else one for one in judged]
         problems = [(prompt.row, one) for prompt, one in zip(prompts, judged, strict=True) if isinstance(one, str)]
+        reason = f"row {problems[0][0]}: {problems[0][1]}" if problems else ""
         if problems:
             more = f"; {are(len(problems) - 1, 'further row')} not measured either" if problems[1:] else ""
             log.warning("validation row %d cannot be measured: %s%s", *problems[0], more)
@@ -187,6 +188,7 @@ class Measurements:
             answers=tuple(answer_number(answers.get(row)) for row in measured),
             right_rows=right_rows, part_rows=tuple(row for row, _, _ in parts),
             part_places=tuple(place for _, place, _ in parts), part_values=tuple(value for _, _, value in parts),
+            reason=reason,
         )  # fmt: skip
 
     async def _answered(self, evaluator: Generator, work: GroupWork) -> Generated:
@@ -274,7 +276,7 @@ def _reward(prompt: Prompt, outcome: Any) -> float | str:
     """The reward of a validation prompt, or the reason if the prompt or its reward failed. Raises the failure of a
     replica."""
     if isinstance(outcome, DataFailure):
-        return str(outcome)
+        return reason_of(outcome)
     if isinstance(outcome, BaseException):
         raise outcome
     if not isinstance(outcome, Generated) or not isinstance(outcome.group, TrajectoryGroup):

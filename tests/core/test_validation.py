@@ -120,7 +120,7 @@ def test_the_initial_weights_are_measured_while_groups_run() -> None:
     world.measure_all()
     (run,) = world.ended
     assert (run.state, run.version, run.steps, run.measured, run.right) == ("reported", 0, 0, 4, 3)
-    assert (run.accuracy, run.reward_mean) == (0.75, 0.75)
+    assert (run.accuracy, run.reward_mean) == (0.6, 0.75), "a failed row is wrong, and has no reward"
 
 
 def test_the_version_that_first_contains_a_multiple_is_due() -> None:
@@ -331,7 +331,7 @@ def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -
 
 
 def test_attempts_lost_at_rows_count_while_the_rows_wait() -> None:
-    run = Validation(0, 1, 1, 4, 0.0)
+    run = Validation(0, 1, 1, 4, 0, 0.0)
     run.split(2)
     chunk = run.take()
     for failures in (1, 2):
@@ -363,8 +363,9 @@ def test_a_repeated_answer_is_counted_once() -> None:
 def test_a_validation_of_which_no_row_could_be_measured_has_failed() -> None:
     world = Measured(replace(ON_THE_WAY, at_start=True, every=0))
     for order in world.out():
-        world.measured(order, measured=0, right=0, reward=0.0)
-    assert (world.ends(), world.ended[0].reason) == ([("failed", 0)], "no row could be measured")
+        world.measured(order, measured=0, right=0, reward=0.0, reason=f"row {order.first}: the reward is lost")
+    assert (world.ends(), world.ended[0].accuracy) == ([("failed", 0)], None)
+    assert world.ended[0].reason == "no row could be measured: row 0: the reward is lost"
 
 
 def test_a_last_version_that_cannot_be_installed_fails_its_validation_not_the_run() -> None:
@@ -561,25 +562,27 @@ def rated(best: str = "four/avg@4", **more: Any) -> Measured:
     return Measured(TWO_SETS, checkpoint_every=1, keep_checkpoints=1, keep_best=best, **more)
 
 
-def measure(world: Measured, right: int) -> None:
-    """Answer every open chunk: so many of the four responses are right, the first row is wrong."""
+def measure(world: Measured, right: int, failed: int = 0) -> None:
+    """Answer every open chunk: so many of the four responses are right, the first row is wrong, and the last ones
+    failed."""
     while world.out():
         order = world.out()[0]
-        rows = tuple(range(order.first, order.first + order.count))
+        rows = tuple(row for row in range(order.first, order.first + order.count) if row < TWO_SETS.rows - failed)
         rewards = tuple(float(0 < row <= right) for row in rows)
         figures = {"measured": len(rows), "right": int(sum(rewards)), "reward": sum(rewards)}
         figures["right_rows"] = tuple(row for row in rows if 0 < row <= right)
-        world.measured(order, rows=rows, rewards=rewards, answers=(5,) * len(rows), **figures)
+        reason = "" if len(rows) == order.count else f"row {order.first + len(rows)}: no answer"
+        world.measured(order, rows=rows, rewards=rewards, answers=(5,) * len(rows), reason=reason, **figures)
 
 
-def save_and_measure(world: Measured, *shares: int) -> None:
+def save_and_measure(world: Measured, *shares: int, failed: int = 0) -> None:
     """A step, its version and its checkpoint for each share, and its validation."""
     for right in shares:
         world.next_version()
         for id in (0, 1):
             world.install(id)
         world.tell(CheckpointSaved(steps=world.state.training.steps_trained))
-        measure(world, right)
+        measure(world, right, failed)
         for order in world.ordered(DeleteCheckpoint):
             world.tell(OrderDone(orders=(order.number,)))
 
@@ -591,6 +594,29 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_measured() -> None:
     save_and_measure(world, 4)
     assert world.state.checkpoints.steps == [5]
     assert world.state.checkpoints.ratings == {1: 0.25, 2: 0.75, 3: 0.5, 4: 0.75, 5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [("accuracy", "max"), ("four/avg@4", "max"), ("four/reward_mean", "max"), ("reward_mean", "max"),
+     ("reward_mean", "min"), ("four/reward_mean", "min")],
+)  # fmt: skip
+def test_responses_that_fail_make_no_checkpoint_the_best(metric: str, mode: str) -> None:
+    """Of the second version, two responses fail; what is left of it has a better mean than the first."""
+    world = rated(metric, keep_best_mode=mode)
+    save_and_measure(world, 3 if mode == "max" else 2)
+    save_and_measure(world, 2 if mode == "max" else 3, failed=2)
+    assert world.state.checkpoints.best(world.state.limits) == 1
+    assert world.ended[-1].reason.endswith(": no answer") and not world.ended[0].reason
+
+
+def test_responses_to_dropped_prompts_are_wrong() -> None:
+    one = ValidationSet(name="four", prompts=2, samples=2, k=(2,), dropped=2)
+    world = Measured(replace(ON_THE_WAY, at_start=True, every=0, rows=4, sets=(one,)))
+    measure(world, 3)
+    (run,) = world.ended
+    found = {figure.metric: figure.value for figure in run.figures}
+    assert (run.accuracy, run.asked, found) == (3 / 8, 8, {"avg@2": 0.375, "pass@2": 0.5, "reward_mean": 0.75})
 
 
 def test_the_smallest_value_can_be_best() -> None:

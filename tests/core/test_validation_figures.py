@@ -1,5 +1,6 @@
 """Figures of validation sets: against the definitions, written out by brute force."""
 
+from dataclasses import replace
 from itertools import combinations
 from math import isclose
 
@@ -66,12 +67,26 @@ def test_the_figures_of_each_set_come_from_its_own_rows() -> None:
     }
 
 
-def test_what_could_not_be_measured_is_left_out() -> None:
+def test_a_response_that_failed_is_wrong_and_has_no_reward() -> None:
     """The first prompt has two responses, the second none, the third all."""
     rows = {row: RIGHT if row < 8 else WRONG for row in (0, 1, 8, 9, 10, 11)}
-    found = {one.metric: (one.value, len(one.prompts)) for one in figures([MATH], rows)}
-    assert found["avg@4"] == (0.5, 2) and found["pass@2"] == (0.5, 2) and found["pass@4"] == (0.0, 1)
+    found = {one.metric: (one.value, len(one.prompts), one.failed, one.responses) for one in figures([MATH], rows)}
+    assert found["avg@4"] == (pytest.approx(1 / 6), 3, 6, 12) and found["pass@4"] == (pytest.approx(1 / 3), 3, 6, 12)
+    assert found["reward_mean"] == (0.5, 2, 6, 12)
     assert figures([MATH], {}) == ()
+
+
+@given(st.lists(st.sampled_from("ab.-"), min_size=12, max_size=12), st.integers(0, 3))
+def test_shares_are_those_with_a_wrong_response_instead_of_each_failed_one(text: list[str], dropped: int) -> None:
+    """`-` failed; without a prompt, it is as if all responses to it failed."""
+    answers = {row: one for row, one in enumerate(votes("".join(text).replace("-", "."))) if text[row] != "-"}
+    instead = dict(enumerate(votes("".join(text).replace("-", ".") + 4 * dropped * ".")))
+    found = figures([replace(MATH, dropped=dropped)], answers)
+    whole = {one.metric: one.prompts for one in figures([replace(MATH, prompts=3 + dropped)], instead)}
+    assert {one.metric: one.prompts for one in found if one.metric != "reward_mean"} == (
+        {metric: prompts for metric, prompts in whole.items() if metric != "reward_mean"} if answers else {}
+    )
+    assert all(one.failed == text.count("-") + 4 * dropped for one in found)
 
 
 def test_the_parts_of_a_reward_have_means_over_the_prompts_to_which_they_apply() -> None:
@@ -83,7 +98,7 @@ def test_the_parts_of_a_reward_have_means_over_the_prompts_to_which_they_apply()
     }
     assert found == {
         "avg@2": (pytest.approx(0.5 / 3), 3),
-        "pass@2": (0.5, 2),
+        "pass@2": (pytest.approx(1 / 3), 3),
         "reward_mean": (pytest.approx((1.25 + 2.0 + 1.0) / 3), 3),
         "reward_acc": (0.25, 2),
         "reward_fmt": (pytest.approx((0.75 + 2.0) / 2), 2),

@@ -92,6 +92,7 @@ def test_dropped_prompts_are_never_drawn_and_a_resume_draws_the_same(model: str,
         drawn.append([prompts.prompt(group).row for group in range(3)])
         assert [(prompt.row, prompt.text) for prompt in plan.held_out] == [(1, "a" * 6)]
         assert plan.limits.validation is not None and plan.limits.validation.rows == 1
+        assert plan.limits.validation.dropped == 1, "its response counts as wrong"
     assert drawn[0] == drawn[1] and sorted(drawn[0]) == [0, 2, 4]
     assert (
         messages[:2] == messages[2:]

@@ -714,8 +714,9 @@ function drawValidations(axis, lines, box) {
   plots.push(new uPlot({
     width: card.clientWidth - 16, height: 210, scales: { x: { time: false } },
     axes: axesOf(axis),
-    series: [{ label: axis }, { label: "accuracy", stroke: lines[1], width: 1.5, points: { show: true, size: 7 } }],
-  }, [found.map((row) => row[column]), found.map((row) => row[2])], card));
+    series: [{ label: axis }, ...["accuracy", "failed responses"].map((label, place) => (
+      { label, stroke: lines[1 + place], width: 1.5, points: { show: true, size: 7 } }))],
+  }, [column, 2, 3].map((place) => found.map((row) => row[place])), card));
 }
 
 // -- theme ------------------------------------------------------------------------------------------------------------
