@@ -99,7 +99,7 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
     def generator(replica: int) -> ModelGenerator:
         r = config.rollout
         backend = TorchBackend(made.model_path, rows=slots * samples, context=r.context, deterministic=r.deterministic)
-        ways = {TRAINING: Way(params, Grader(tokenizer, reward))}
+        ways = {TRAINING: Way(params, Grader(tokenizer, reward, ends=params.stop_ids))}
         return ModelGenerator(backend, PromptRenderer(tokenizer), ways, seed=config.run.seed)
 
     trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings))

@@ -148,10 +148,14 @@ def tokens(tokenizer: Any, text: str) -> list[int]:
 
 def save_chat_model(directory: Path, name: str, *, context: int = 256, layers: int = 1) -> str:
     """A tiny model with random weights and the tokenizer of a family, as `save_pretrained` writes them."""
+    return save_model(directory, chat_tokenizer(name), context=context, layers=layers)
+
+
+def save_model(directory: Path, tokenizer: Any, *, context: int = 256, layers: int = 1) -> str:
+    """A tiny model with random weights and this tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = chat_tokenizer(name)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,

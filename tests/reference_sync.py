@@ -114,7 +114,8 @@ def sample_group(task: Task, model: CausalModel, number: int, version: int) -> T
         response = ids[len(prompt_ids) :]
         made = Trajectory(prompt_ids=prompt_ids, finish_reason="stop" if response[-1] in task.stop_ids else "length")
         made.extend(response, probabilities, [Span(0, len(response), version)])
-        made.text = task.tokenizer.decode(response, skip_special_tokens=True)
+        ended = response[-1] in task.stop_ids
+        made.text = task.tokenizer.decode(response[:-1] if ended else response)
         made.reward = float(task.reward(prompt, made))
         trajectories.append(made)
     return TrajectoryGroup(group=number, prompt=prompt, trajectories=trajectories)

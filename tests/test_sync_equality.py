@@ -134,7 +134,7 @@ class Pieces:
         params = SamplingParams(
             temperature=self.config.rollout.temperature, max_tokens=MAX_TOKENS, stop_ids=self.stop_ids
         )
-        ways = {TRAINING: Way(params, Grader(self.tokenizer, self.reward))}
+        ways = {TRAINING: Way(params, Grader(self.tokenizer, self.reward, ends=self.stop_ids))}
         return ModelGenerator(backend, PromptRenderer(self.tokenizer), ways, seed=SEED)
 
     def run_local(self, replicas: int, slots: int, file: Path) -> Watched:

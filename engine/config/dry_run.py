@@ -36,6 +36,7 @@ from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
 from engine.tasks.chat import PromptRenderer, has_template, turn_end
 from engine.tasks.dataset import MESSAGES, Dataset
 from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
+from engine.tasks.response_text import text_of_tokens
 from engine.trajectory import Prompt, Span, Trajectory
 
 HELD_OUT = "data.validation_path"
@@ -127,7 +128,7 @@ def _ending_lines(config: Config, tokenizer: Any, model: str) -> Iterator[str]:
     is no such token."""
     chat = config.data.chat_settings()
     stop_ids = stop_ids_of(tokenizer, model, config.rollout.stop, chat)
-    names = ", ".join(repr(tokenizer.decode([id])) for id in stop_ids)
+    names = ", ".join(repr(text_of_tokens(tokenizer, [id])) for id in stop_ids)
     yield f"ok: a response ends at {names}, or after rollout.max_tokens = {config.rollout.max_tokens}"
     end = turn_end(tokenizer, chat.template_kwargs) if chat.mode != "never" else None
     if end is not None and end.token is None:
@@ -175,7 +176,7 @@ def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: S
 def _first_prompt_lines(tokenizer: Any, renderer: PromptRenderer, data: Dataset, name: str) -> Iterator[str]:
     prompt = data.prompt(0)
     ids = renderer.ids(prompt)
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+    text = text_of_tokens(tokenizer, ids)
     if len(text) > SHOWN_CHARACTERS:
         half = SHOWN_CHARACTERS // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"

@@ -132,16 +132,7 @@ def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings 
 
     Raises: `ConfigError` for a string that is not one token, or if no token ends a response.
     """
-    from transformers import GenerationConfig
-
-    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        ends = None
-    found += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    turn = turn_end(tokenizer, chat.template_kwargs) if chat is not None and chat.mode != "never" else None
-    found += [] if turn is None or turn.token is None else [turn.token]
+    found = _own_ends(tokenizer, model, chat)
     for text in stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
@@ -152,3 +143,25 @@ def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings 
         law = "neither the tokenizer nor the model names a token that ends a response"
         raise ConfigError("rollout.stop", stop, law, "name a string of one token")
     return tuple(dict.fromkeys(found))
+
+
+def _own_ends(tokenizer: Any, model: str, chat: ChatSettings | None) -> list[int]:
+    """The tokens with which tokenizer, model and template end a response."""
+    from transformers import GenerationConfig
+
+    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ends = None
+    found += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    turn = turn_end(tokenizer, chat.template_kwargs) if chat is not None and chat.mode != "never" else None
+    return found + ([] if turn is None or turn.token is None else [turn.token])
+
+
+def text_ends_of(config: Config, tokenizer: Any, model: str) -> frozenset[int]:
+    """The stop tokens that are no part of a response's text: those of tokenizer, model and template, and the special
+    ones that `rollout.stop` names. An ordinary one, such as `</answer>`, is read by rewards and parsers."""
+    named = {id for text in config.rollout.stop for id in tokenizer.encode(text, add_special_tokens=False)}
+    special = {id for id, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset(_own_ends(tokenizer, model, config.data.chat_settings())) | (named & special)

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.dry_run import MADE_ANSWER
-from engine.config.prompts import load_tokenizer, stop_ids_of
+from engine.config.prompts import load_tokenizer, stop_ids_of, text_ends_of
 from engine.errors import ConfigError, EngineError, counted, message_of
 from engine.gateway.gateway_server import GatewayServer
 from engine.ids import Version
@@ -83,7 +83,7 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
         run = _on_gateway(config, path, model, prompt)
     else:
         params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=stops)
-        ways = {TRAINING: Way(params, Grader(tokenizer, None, later=True))}
+        ways = {TRAINING: Way(params, Grader(tokenizer, None, later=True, ends=text_ends_of(config, tokenizer, path)))}
         run = _in_python(make_generator(config, model, tokenizer, ways), prompt)
     try:
         asyncio.run(_bounded(run))

@@ -11,7 +11,7 @@ from typing import Any
 from engine.config import Config
 from engine.config.custom_classes import generator_class
 from engine.config.pools import rewarding
-from engine.config.prompts import model_config, renderer_of, stop_ids_of
+from engine.config.prompts import model_config, renderer_of, stop_ids_of, text_ends_of
 from engine.config.validation import SetSettings, validation_sets
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, ReplicaId, Version
@@ -56,10 +56,11 @@ def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> R
     )
     own = generator_class(config, inputs.local)(setup, **r.arguments)
     reward, timeout_s = reward_of(config, inputs), config.reward.timeout_s
-    graders = {TRAINING: Grader(tokenizer, reward, timeout_s=timeout_s, later=bool(rewarding(config)))}
+    ends = text_ends_of(config, tokenizer, model)
+    graders = {TRAINING: Grader(tokenizer, reward, timeout_s=timeout_s, later=bool(rewarding(config)), ends=ends)}
     for one in sets:
         judge = own_reward(config, one, reward, inputs.local)
-        graders[one.name] = Grader(tokenizer, judge, timeout_s=timeout_s)
+        graders[one.name] = Grader(tokenizer, judge, timeout_s=timeout_s, ends=ends)
     generator = CustomGenerator(own, graders, None if config.trainer.custom else model_config(model).vocab_size)
     answers = answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     return Rollout(generator=generator, evaluator=generator, answers=answers)

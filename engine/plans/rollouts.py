@@ -14,7 +14,7 @@ from typing import Any
 from engine.config import Config
 from engine.config.episodes import parser_of, settings_of
 from engine.config.pools import rewarding
-from engine.config.prompts import renderer_of, stop_ids_of
+from engine.config.prompts import renderer_of, stop_ids_of, text_ends_of
 from engine.errors import ConfigError
 from engine.gateway.agents import GatewayParts
 from engine.gateway.openai_format import MOST_TOP_LOGPROBS
@@ -98,7 +98,10 @@ def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = N
     )
     return GatewayParts(
         chat=Chat(
-            tokenizer, stop_ids(tokenizer, model, config.rollout.stop), config.data.chat_settings().template_kwargs
+            tokenizer,
+            stop_ids(tokenizer, model, config.rollout.stop),
+            config.data.chat_settings().template_kwargs,
+            text_ends_of(config, tokenizer, model),
         ),
         runner=_runner(config, local),
         bounds=SessionBounds(
@@ -141,7 +144,8 @@ def make_generator(
     if agent.on_gateway:
         name = agent.function.replace(":", ".") if agent.function is not None else (agent.command or [""])[0]
         return AgentGenerator(backend, ways, seed=seed, name=f"agent {name}")
-    chat = Chat(tokenizer, ways[TRAINING].params.stop_ids, config.data.chat_settings().template_kwargs)
+    way, arguments = ways[TRAINING], config.data.chat_settings().template_kwargs
+    chat = Chat(tokenizer, way.params.stop_ids, arguments, way.grader.ends)
     if config.environment.class_name is not None:
         settings, timeout_s = settings_of(config, local), config.environment.timeout_s
         return EnvironmentGenerator(backend, chat, ways, settings, seed=seed, timeout_s=timeout_s)
@@ -160,8 +164,9 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
-    grader = Grader(tokenizer, reward, timeout_s=config.reward.timeout_s, later=bool(rewarding(config)))
-    ways = {TRAINING: Way(params, grader), **ways_of_sets(config, tokenizer, stop_ids, reward, inputs.local)}
+    ends = text_ends_of(config, tokenizer, inputs.model)
+    grader = Grader(tokenizer, reward, timeout_s=config.reward.timeout_s, later=bool(rewarding(config)), ends=ends)
+    ways = {TRAINING: Way(params, grader), **ways_of_sets(config, tokenizer, stop_ids, ends, reward, inputs.local)}
     generator = make_generator(config, backend, tokenizer, ways, inputs.most_prompt_tokens, inputs.local)
     return Rollout(
         generator=generator,
@@ -184,7 +189,8 @@ def make_work(config: Config, inputs: Inputs, state: str) -> Work | None:
     from transformers import AutoTokenizer
 
     tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False), states[0].concurrency
-    return Grader(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
+    ends = text_ends_of(config, tokenizer, inputs.model)
+    return Grader(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s, ends=ends)
 
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

@@ -3,7 +3,7 @@
 Called by `configured_plan`, in the launching process and in replicas.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.config import Config
@@ -54,9 +54,14 @@ def held_out_rows(
 
 
 def ways_of_sets(
-    config: Config, tokenizer: Any, stop_ids: tuple[int, ...], reward: RewardParts | None, local: Local = NO_LOCAL
+    config: Config,
+    tokenizer: Any,
+    stop_ids: tuple[int, ...],
+    ends: Collection[int],
+    reward: RewardParts | None,
+    local: Local = NO_LOCAL,
 ) -> dict[str, Way]:
-    """How each validation set is sampled and judged, by its name. `reward`: of the run."""
+    """How each validation set is sampled and judged, by its name. `ends`: see `Grader`. `reward`: of the run."""
     made: dict[Any, Way] = {}
     sets = validation_sets(config.validation, config.rollout, config.reward)
     for one in sets:
@@ -64,7 +69,7 @@ def ways_of_sets(
             temperature, top_p, max_tokens, _ = one.way
             params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_ids=stop_ids)
             judge = own_reward(config, one, reward, local)
-            made[one.way] = Way(params, Grader(tokenizer, judge, timeout_s=config.reward.timeout_s))
+            made[one.way] = Way(params, Grader(tokenizer, judge, timeout_s=config.reward.timeout_s, ends=ends))
     return {one.name: made[one.way] for one in sets}
 
 

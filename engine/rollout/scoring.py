@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -18,6 +18,7 @@ from engine.errors import DataFailure, EngineError, RewardFailure, counted, mess
 from engine.protocols import CallFigures
 from engine.protocols.user_code import CALLS, HangingCalls, stack_of
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
+from engine.tasks.response_text import text_of_response
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -305,7 +306,7 @@ class Grader:
     the state that scores groups; implements `protocols.Fallible`, `Closable` and `MeasuresCalls`.
 
     With `reward=None`, rollouts must have returned a reward; a truncated one without a reward gets 0. With `later`,
-    missing rewards stay None. `decoder`: a tokenizer.
+    missing rewards stay None. `decoder`: a tokenizer. `ends`: tokens that are left out of the text where they end it.
     """
 
     def __init__(
@@ -316,7 +317,9 @@ class Grader:
         threads: int = CALLS_AT_ONCE,
         timeout_s: float | None = None,
         later: bool = False,
+        ends: Collection[int] = (),
     ) -> None:
+        self.ends = ends
         self._later = later
         self.judges = later or reward is not None
         """Whether a function gives missing rewards, here or later."""
@@ -346,7 +349,7 @@ class Grader:
         for rollout in group.rollouts:
             for trajectory in rollout:
                 if trajectory.reward is None or not trajectory.text:
-                    trajectory.text = self._decoder.decode(trajectory.token_ids, skip_special_tokens=True)
+                    trajectory.text = text_of_response(self._decoder, trajectory.token_ids, self.ends)
         if self._later or not unscored:
             return
         if self._reward is None:

@@ -76,7 +76,7 @@ def test_a_process_that_a_reward_ended_is_lost_with_the_name_of_the_reward(tmp_p
         "CALLS.write_to(Path(sys.argv[1])); score = lambda prompt, trajectory: os._exit(3); "
         "score.__module__, score.__qualname__ = 'my_rewards', 'score'; "
         "group = TrajectoryGroup(group=0, prompt=Prompt(row=0, text=''), trajectories=[Trajectory(text='x')]); "
-        "texts = SimpleNamespace(decode=lambda ids, skip_special_tokens: ''); "
+        "texts = SimpleNamespace(decode=lambda ids, **options: ''); "
         "asyncio.run(Grader(texts, score).score(group))"
     )
     file = calls_file(tmp_path, "rollout-0")

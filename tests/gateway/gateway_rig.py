@@ -1,7 +1,7 @@
 """Agents, gateway and embedded sampler in one process: what most tests of the gateway stand on."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -34,14 +34,14 @@ TEMPLATE = (
 )
 
 
-def tokenizer(template: str | None = TEMPLATE) -> Any:
+def tokenizer(template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Any:
     """Letters, and pairs of them that a text is encoded with where it can be: one text has several encodings."""
     pairs = [(a, b) for a in "abcdefgh" for b in "abcdefgh"]
     tokens = [*LETTERS, *(a + b for a, b in pairs)]
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", "<unknown>", *tokens])}
     made = Tokenizer(models.BPE(vocabulary, pairs, unk_token="<unknown>"))
     made.decoder = decoders.Fuse()
-    made.add_special_tokens(["<pad>", "<end>", "<unknown>"])
+    made.add_special_tokens(["<pad>", "<end>", "<unknown>", *special])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
     wrapped.chat_template = template
     return wrapped
@@ -90,10 +90,10 @@ class FixedAnswers:
 
     context = CONTEXT
 
-    def __init__(self, *said: str) -> None:
+    def __init__(self, *said: str, special: Sequence[str] = ()) -> None:
         self.said = list(said)
         self.asked: list[SampleRequest] = []
-        self.tokens = tokenizer()
+        self.tokens = tokenizer(special=special)
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         self.asked.append(request)
@@ -159,6 +159,7 @@ class Rig:
         agent: Agent,
         *backends: RolloutBackend,
         template: str | None = TEMPLATE,
+        special: Sequence[str] = (),
         max_tokens: int = 12,
         parser: str | Parser = "hermes",
         timeout_s: float = 60.0,
@@ -166,7 +167,7 @@ class Rig:
         reward: Any = length_of,
         forced_calls: str = "refuse",
     ) -> None:
-        self.tokens = tokenizer(template)
+        self.tokens = tokenizer(template, special)
         self.backends = backends or (TorchBackend(model(), rows=8),)
         limits = SessionBounds(max_tokens=max_tokens, context=CONTEXT, timeout_s=timeout_s, forced_calls=forced_calls)
         found = PARSERS[parser] if isinstance(parser, str) else parser
@@ -177,7 +178,8 @@ class Rig:
         self.server = GatewayServer(parts)
         self.agents = self.server.agents
         self.generators = [
-            AgentGenerator(backend, ways(Grader(self.tokens, reward), max_tokens), seed=7) for backend in self.backends
+            AgentGenerator(backend, ways(Grader(self.tokens, reward, ends=[1]), max_tokens), seed=7)
+            for backend in self.backends
         ]
         self.lines = [Line(self.agents, generator) for generator in self.generators]
         for generator, line in zip(self.generators, self.lines, strict=True):

@@ -126,6 +126,22 @@ def test_two_conversations_under_one_key_are_kept_apart() -> None:
 SPACED = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
 
 
+def test_agents_and_parsers_read_markers_that_are_special_tokens() -> None:
+    special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    said = FixedAnswers(f"<think>so</think>{SPACED}", "<think>3</think><end>", special=special)
+
+    async def agent(client: AsyncOpenAI, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        first = (await ask(client, messages, tools=[SUM])).choices[0].message
+        assert first.content == "<think>so</think>I add" and len(first.tool_calls) == 1
+        messages.append({"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"})
+        second = await ask(client, messages, tools=[SUM], stop=["3</think>"])
+        assert second.choices[0].message.content == "<think>"
+
+    (only,) = run(one_group(agent, said, special=special, max_tokens=90))
+    assert only.text == f"<think>so</think>{SPACED}[tool]3<end>[assistant]<think>3</think>"
+
+
 def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> None:
     async def calculating(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]

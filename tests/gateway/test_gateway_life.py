@@ -351,7 +351,7 @@ def test_nothing_of_a_request_is_repeated(
 def test_a_replica_connects_each_generator_of_agents_once() -> None:
     def make() -> AgentGenerator:
         backend = FixedAnswers()
-        return AgentGenerator(backend, ways(Grader(backend.tokens, None), 12), seed=7)
+        return AgentGenerator(backend, ways(Grader(backend.tokens, None, ends=[1]), 12), seed=7)
 
     one, other = make(), make()
     assert agent_generators(Rollout(generator=one, evaluator=one)) == [one]

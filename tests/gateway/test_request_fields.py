@@ -53,7 +53,7 @@ def test_every_field_that_a_request_reads_is_honored_in_the_table() -> None:
         ("ignore_eos", True, "false"),
         ("bad_words", ["no"], "[]"),
         ("continue_final_message", True, "false"),
-        ("skip_special_tokens", False, "true"),
+        ("skip_special_tokens", True, "false"),
         ("chat_template", "{{ messages }}", "null"),
     ],
 )
@@ -71,7 +71,7 @@ def test_what_would_change_an_answer_and_cannot_be_honored_is_refused(name: str,
         {"n": 1, "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0.0, "user": "me", "seed": 3},
         {"tool_choice": "auto", "tools": [ADD], "parallel_tool_calls": True, "temperature": 0.3},
         {"tool_choice": "none", "response_format": {"type": "text"}, "metadata": {"a": "b"}, "some_new_field": 1},
-        {"min_tokens": 0, "stop_token_ids": [], "ignore_eos": False, "skip_special_tokens": True, "bad_words": []},
+        {"min_tokens": 0, "stop_token_ids": [], "ignore_eos": False, "skip_special_tokens": False, "bad_words": []},
     ],
 )
 def test_values_without_an_effect_are_accepted(fields: dict[str, Any]) -> None:

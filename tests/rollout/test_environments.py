@@ -30,6 +30,7 @@ from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.tasks.lookup import LookupModel, rows, worked_turns
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.workers.sample_keeper import response_text
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -37,8 +38,8 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def generator(make: Any, backend: RolloutBackend, max_tokens: int = 90, **limits: Any) -> EnvironmentGenerator:
-    tokens = tokenizer(limits.pop("template", TEMPLATE))
-    judged = ways(Grader(tokens, limits.pop("reward", None)), max_tokens)
+    tokens = tokenizer(limits.pop("template", TEMPLATE), limits.pop("special", ()))
+    judged = ways(Grader(tokens, limits.pop("reward", None), ends=[1]), max_tokens)
     episodes = EpisodeSettings(name="tests:Made", make=make, parser=hermes, call_mark=MARKS["hermes"], **limits)
     return EnvironmentGenerator(backend, Chat(tokens, [1]), judged, episodes, seed=7, timeout_s=60)
 
@@ -56,7 +57,7 @@ def run(scenario: Awaitable[Any]) -> Any:
 
 
 async def played(make: Any, *said: str, prompt: Prompt | None = None, **limits: Any) -> Generated:
-    made = generator(make, FixedAnswers(*said), **limits)
+    made = generator(make, FixedAnswers(*said, special=limits.get("special", ())), **limits)
     try:
         return await made.generate(work(prompt=prompt))
     finally:
@@ -100,6 +101,25 @@ def test_tools_are_called_and_only_the_models_own_tokens_are_trained() -> None:
     assert tokenizer().decode(one.prompt_ids) == "tools: add divide [user]add 1 and 2<end>[assistant]"
     assert runs_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert (one.reward, one.finish_reason) == (1.25, "stop")
+
+
+def test_parsers_environments_and_rewards_read_markers_that_are_special_tokens() -> None:
+    turns: list[Turn] = []
+
+    class Noting(Adder):
+        def step(self, turn: Turn) -> StepResult:
+            turns.append(turn)
+            return StepResult(done=not turn.calls)
+
+    special = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>"]
+    said = "<think>so</think>" + call("add", a=1, b=2), "<pad><answer>3</answer><end>"
+    one = only(Noting, *said, special=special, reward=lambda prompt, given: float("<answer>3</answer>" in given.text))
+    assert [(turn.text, len(turn.calls)) for turn in turns] == [
+        ("<think>so</think>", 1),
+        ("<pad><answer>3</answer>", 0),
+    ]
+    assert one.reward == 1.0 and one.text == f"{said[0]}[tool]3<end>[assistant]<pad><answer>3</answer>"
+    assert response_text([one]) == one.text
 
 
 def test_a_template_that_refuses_results_without_their_call_gets_the_call() -> None:
@@ -228,7 +248,7 @@ def test_an_environment_that_never_ends_meets_a_limit(
     async def scenario() -> Trajectory:
         tokens = tokenizer()
         made = EnvironmentGenerator(
-            Bounded(*said), Chat(tokens, [1]), ways(Grader(tokens, None), 90),
+            Bounded(*said), Chat(tokens, [1]), ways(Grader(tokens, None, ends=[1]), 90),
             EpisodeSettings(name="tests:Endless", make=Endless, parser=hermes, **limits), seed=7, timeout_s=60,
         )  # fmt: skip
         (trajectory,) = (await made.generate(work())).group.trajectories
@@ -391,7 +411,7 @@ ENDS = tuple(range(1, 30))
 def noisy(backend: RolloutBackend) -> EnvironmentGenerator:
     tokens = tokenizer()
     return EnvironmentGenerator(
-        backend, Chat(tokens, ENDS), ways(Grader(tokens, None), 60, ENDS),
+        backend, Chat(tokens, ENDS), ways(Grader(tokens, None, ends=ENDS), 60, ENDS),
         EpisodeSettings(name="tests:Noisy", make=Noisy, parser=hermes), seed=7, timeout_s=60,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ INITIAL = Versions(admitted=0, oldest=0, newest=0)
 
 
 class Digits:
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
         return " ".join(map(str, token_ids))
 
 

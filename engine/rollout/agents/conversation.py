@@ -9,7 +9,7 @@ never put a token into a trajectory at a position where the model was not condit
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -19,6 +19,7 @@ from engine.errors import DataFailure
 from engine.ids import Version
 from engine.rollout.backend import SampleResult
 from engine.tasks.chat import Message, Tool, content_of, has_template, parsed_arguments, plain_message, render
+from engine.tasks.response_text import text_of_response, text_of_tokens
 from engine.trajectory import RolloutResult, StepReward, Trajectory
 
 # -- the capture of a conversation -------------------------------------------------------------------------------------
@@ -462,14 +463,19 @@ becomes part of a token for unknown text."""
 
 class Chat:
     """`tokenizer` is a Hugging Face one; `stop_ids` are the tokens that end an answer; `template_kwargs` go to its chat
-    template."""
+    template. `ends`: those of `stop_ids` that are no part of the answer's text; None: all."""
 
     def __init__(
-        self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] | None = None,
+        ends: Collection[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self.stop_ids = frozenset(stop_ids)
+        self._ends = self.stop_ids if ends is None else ends
         tokenizer.encode("")  # drops a stored truncation: no other thread may tokenize meanwhile
 
     @property
@@ -503,22 +509,17 @@ class Chat:
             return 0
         return (1 if fast.normalizer is None else 2) * max(len(LETTER.findall(token)) for token in tokens)
 
-    def shown(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
     def full(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, including special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        """The text of all tokens."""
+        return text_of_tokens(self._tokenizer, token_ids)
 
     def ending(self, token_ids: Sequence[int]) -> str:
-        """The text of the stop token that ended an answer; empty if no stop token did."""
-        return self.full(token_ids[-1:]) if token_ids and token_ids[-1] in self.stop_ids else ""
+        """The text of the token that ended an answer, if it is no part of the answer; else empty."""
+        return self.full(token_ids[-1:]) if token_ids and token_ids[-1] in self._ends else ""
 
     def answer(self, token_ids: Sequence[int]) -> str:
-        """The text of an answer without the stop token that ended it."""
-        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
-        return self.shown(token_ids[:-1] if ended else token_ids)
+        """The text of an answer without the token that ended it."""
+        return text_of_response(self._tokenizer, token_ids, self._ends)
 
     def end(self, call: Call, stops: Sequence[str]) -> tuple[str, str]:
         """The text of an answer, and the hidden text after it. The stop string that comes first ends the answer: the
@@ -529,7 +530,7 @@ class Chat:
         tokens, shown = stopped
         call.cut(tokens)
         call.finish_reason = "stop"
-        return shown, self.shown(call.token_ids)[len(shown) :]
+        return shown, self.full(call.token_ids)[len(shown) :]
 
     def find_stop(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str] | None:
         """Find the first of some stop strings in an answer: the number of tokens up to the end of that string, and the
