@@ -190,11 +190,6 @@ RolloutReturn: TypeAlias = RolloutResult | float | None
 """What a rollout or an agent may return: its result, its reward, or nothing."""
 
 
-def result_of(returned: RolloutReturn) -> RolloutResult:
-    """Convert what a rollout returned into a `RolloutResult`."""
-    return returned if isinstance(returned, RolloutResult) else RolloutResult(reward=returned)
-
-
 @dataclass(slots=True, kw_only=True)
 class TrajectoryGroup:
     """All trajectories of one prompt: the unit of admission, staleness and consumption. A rollout is one trajectory, or

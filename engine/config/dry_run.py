@@ -31,12 +31,13 @@ from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
 from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, place_of, suggestion
 from engine.protocols.named_code import NO_LOCAL, Local
-from engine.rollout.reward_parts import RewardPart, RewardParts, Value
+from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
 from engine.tasks.chat import PromptRenderer, has_template, turn_end
 from engine.tasks.dataset import MESSAGES, Dataset
 from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
 from engine.tasks.response_text import text_of_tokens
+from engine.tasks.reward_forms import Value
 from engine.trajectory import Prompt, Span, Trajectory
 
 HELD_OUT = "data.validation_path"

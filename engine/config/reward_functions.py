@@ -5,12 +5,12 @@ that runs in separate processes starts them when it is first called.
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from engine.config.reward import NamedReward, RewardSection
 from engine.errors import ConfigError
 from engine.protocols.named_code import NO_LOCAL, Local, find
-from engine.rollout.reward_parts import Form, RewardPart, RewardParts
+from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.tasks.reward_forms import bind, check_declared, declared_by
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
 
@@ -102,7 +102,7 @@ def _part(
         function=pool or bound.call,
         name="" if section.function is not None else part.name,
         weight=part.weight,
-        form=cast(Form, bound.form),
+        form=bound.form,
         unit=part.unit,
         shown=part.function.replace(":", "."),
         judge=str(arguments.get("model", "")) if part.function == JUDGE else "",

@@ -16,7 +16,7 @@ from engine.ids import GroupId
 from engine.rollout.agents.agent_generator import GroupOutcome, OpenGroup
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.tool_calls import Parser
-from engine.trajectory import Prompt, RolloutReturn, result_of
+from engine.trajectory import Prompt, RolloutResult
 
 # -- the parts of a gateway, without its HTTP server -------------------------------------------------------------------
 
@@ -38,8 +38,8 @@ class GatewayParts:
 # -- the agents of a run -----------------------------------------------------------------------------------------------
 
 
-Launch = Callable[[str, Prompt], Coroutine[Any, Any, RolloutReturn]]
-"""Runs one agent to its end: (key, prompt) → the reward or the result that the agent returns, or None."""
+Launch = Callable[[str, Prompt], Coroutine[Any, Any, RolloutResult]]
+"""Runs one agent to its end: (key, prompt) → its result."""
 
 
 class Agents:
@@ -120,7 +120,7 @@ class Agents:
 
     async def _run(self, session: AgentSession) -> None:
         try:
-            result = result_of(await self._launch(session.key, session.group.prompt))
+            result = await self._launch(session.key, session.group.prompt)
         except asyncio.CancelledError:
             return
         except Exception as error:

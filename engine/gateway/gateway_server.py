@@ -34,7 +34,7 @@ from engine.gateway.request_fields import named_function
 from engine.gateway.sessions import AgentSession, ContextSpent, SessionOver
 from engine.rollout.agents.conversation import Call, CallHistory, chat, ids, key_of, text
 from engine.rollout.agents.tool_calls import calls_of, none, structure_of_calls
-from engine.trajectory import Prompt, RolloutReturn
+from engine.trajectory import Prompt, RolloutResult
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class GatewayServer:
         await self._listener.close()
         self.runner.close()
 
-    async def _launch(self, key: str, prompt: Prompt) -> RolloutReturn:
+    async def _launch(self, key: str, prompt: Prompt) -> RolloutResult:
         return await self.runner.run(self.url, key, prompt)
 
     # routes

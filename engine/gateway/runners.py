@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError, message_of, place_of
 from engine.protocols.user_code import awaited, stack_of
-from engine.trajectory import Prompt, RolloutReturn
+from engine.protocols.user_values import checked_result
+from engine.trajectory import Prompt, RolloutResult, RolloutReturn
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Runner(Protocol):
     """Runs agents, one `run` call per agent."""
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
-        """Run one agent to its end. Returns what the agent returned. Raises: `DataFailure` if the agent fails. When
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutResult:
+        """Run one agent to its end. Returns its result, checked. Raises: `DataFailure` if the agent fails. When
         cancelled, it returns once every process of the agent has ended."""
 
     async def failed(self) -> str:
@@ -85,7 +86,7 @@ class FunctionRunner:
         """Tasks for blocked threads. Each is done when its thread is no longer blocked."""
         self._lost = asyncio.Event()
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutResult:
         while True:
             thread, begun = self._threads[-1], threading.Event()
             agent = asyncio.wrap_future(
@@ -96,7 +97,8 @@ class FunctionRunner:
             try:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if agent.done() or begun.is_set():
-                    return await agent
+                    returned = await agent
+                    break
             except asyncio.CancelledError:
                 if thread.check is None or thread.check.done():
                     thread.check = asyncio.get_running_loop().create_task(self._replace_if_blocked(thread))
@@ -107,6 +109,7 @@ class FunctionRunner:
             finally:
                 agent.cancel()
                 blocked.cancel()
+        return checked_result(returned, f"agent {self._name}", prompt.row)
 
     async def _begin(self, begun: threading.Event, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
         begun.set()
@@ -172,7 +175,7 @@ class CommandRunner:
         self._environment = {**inherited, **(environment or {})}
         self._fields = (*PROMPT_COLUMNS, *fields)
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutResult:
         shown = {name: prompt.fields[name] for name in self._fields if name in prompt.fields}
         said = {"row": prompt.row, "text": prompt.text, "fields": shown}
         with NamedTemporaryFile("w", encoding="utf-8", prefix="step-engine-prompt-", suffix=".json") as file:
@@ -180,7 +183,7 @@ class CommandRunner:
             file.flush()
             return await self._run({BASE_URL: base_url, API_KEY: key, PROMPT_FILE: file.name}, prompt)
 
-    async def _run(self, variables: Mapping[str, str], prompt: Prompt) -> RolloutReturn:
+    async def _run(self, variables: Mapping[str, str], prompt: Prompt) -> RolloutResult:
         try:
             process = subprocess.Popen(  # not asyncio's, which reaps the process before its group can be killed
                 self._command, env={**self._environment, **variables}, cwd=self._directory, stdin=subprocess.DEVNULL,
@@ -195,7 +198,7 @@ class CommandRunner:
         finally:
             code = await _end(process)
         if code == 0:
-            return None
+            return RolloutResult()
         story = f"agent {self._command[0]} on prompt row {prompt.row}"
         last = f": {output.strip()}" if output.strip() else ""
         if code < 0:

@@ -3,22 +3,15 @@
 `config.reward_functions` makes the parts, `scoring.py` calls them. Nothing here keeps state between calls.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from engine.errors import DataFailure
+from engine.protocols.user_values import number_in
+from engine.tasks.reward_forms import Form, Unit, Value, places
 from engine.trajectory import NoAnswer, Prompt, Scored, StepReward, Trajectory
-
-Form: TypeAlias = Literal["response", "group", "batch"]
-"""What one call gets: a response; all responses of a group; or the responses of several whole groups."""
-Unit: TypeAlias = Literal["response", "turn", "token"]
-"""What one number judges."""
-Value: TypeAlias = float | list[float] | None
-"""Of one response: a number; one for each turn or token; or None, where the reward does not apply."""
 
 
 def _nothing() -> None:
@@ -30,7 +23,8 @@ class RewardPart:
     """A reward function, and how to call it. Only one with a name may return None."""
 
     function: Callable[..., Any]
-    """(prompt, trajectory) -> value; for other forms (prompts, trajectories) -> values. It may be `async`."""
+    """(prompt, trajectory) -> value; for other forms (prompts, trajectories) -> values. It may be `async`. One that
+    `limits_itself` always takes lists, and checks its values."""
     name: str = ""
     """Empty where it is the only function."""
     weight: float = 1.0
@@ -119,63 +113,10 @@ class RewardParts:
             law = (
                 f"no reward applies to a response to {where}: {names} returned None; at least one must return a number"
             )
-        elif not math.isfinite(total):
-            law = f"the weighted sum of {names} on {where} is {total}, not a finite number"
+        elif isinstance(number_in(total), str):
+            law = f"the weighted sum of {names} on {where} is {number_in(total)}, not a finite number"
         if law:
             raise DataFailure(law, row=prompt.row)
-
-
-def places(unit: Unit, trajectory: Trajectory) -> list[int]:
-    """The response tokens at which the numbers of a value belong: every token, or the last of each turn. A turn is a
-    run of tokens that the policy sampled."""
-    if unit == "token":
-        return list(range(len(trajectory.token_ids)))
-    if unit == "response":
-        return []
-    ends, position = [], 0
-    for sampled, run in groupby(trajectory.loss_mask):
-        position += sum(1 for _ in run)
-        if sampled:
-            ends.append(position - 1)
-    return ends
-
-
-def value_in(part: RewardPart, value: Any, trajectory: Trajectory) -> Value | str:
-    """A value of a part as plain numbers; for one that it must not return, what it returned and what it should."""
-    if value is None and part.name:
-        return None
-    if part.unit == "response":
-        number = number_in(value)
-        if isinstance(value, NoAnswer | Scored) and isinstance(number, float):
-            return value
-        law = "neither a finite number nor None" if part.name else "not a finite number"
-        return f"{number} WHERE, {law}" if isinstance(number, str) else number
-    wanted = f"one finite number for each {part.unit}" + (", or None" if part.name else "")
-    try:
-        numbers = [number_in(one) for one in value]
-    except TypeError:
-        return f"{value!r:.80} of type {type(value).__name__} WHERE, not {wanted}"
-    odd = next((number for number in numbers if isinstance(number, str)), None)
-    if odd is not None:
-        return f"a list with {odd} WHERE, not {wanted}"
-    count = len(places(part.unit, trajectory))
-    if len(numbers) != count:
-        return f"{len(numbers)} numbers WHERE, not {wanted} of the response, which has {count}"
-    return [number for number in numbers if isinstance(number, float)]
-
-
-def number_in(value: Any) -> float | str:
-    """A finite number as a float; for any other value, its description."""
-    if value is None:
-        return "None"
-    try:
-        if math.isfinite(value):
-            return float(value)
-    except Exception:  # whatever the value's own conversion raises
-        with contextlib.suppress(Exception):
-            return f"{value!r:.80} of type {type(value).__name__}"
-        return f"a {type(value).__name__}"
-    return str(float(value))
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
-from engine.errors import DataFailure, EngineError, RewardFailure, counted, message_of, place_of
+from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
 from engine.protocols import CallFigures
 from engine.protocols.user_code import CALLS, HangingCalls, stack_of
-from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
+from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.tasks.response_text import text_of_response
+from engine.tasks.reward_forms import Value, checked_values
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -48,18 +49,14 @@ def call_part(
 
     Raises: whatever the function raises; `Overdue`; `RewardFailure` for another number of values than of responses.
     """
+    if part.limits_itself:
+        values: list[Value | str] = part.function(prompts, trajectories, part.unit, bool(part.name))
+        return values
     single = part.form == "response"
     found = part.function(prompts[0], trajectories[0]) if single else part.function(prompts, trajectories)
     if inspect.isawaitable(found):
         found = asyncio.run(_bounded(found, timeout_s))
-    try:
-        values = [found] if single else list(found)
-    except TypeError:
-        raise RewardFailure(f"returned a {type(found).__name__}, not a list with a value for each response") from None
-    if len(values) != len(trajectories):
-        given = counted(len(values), "value")
-        raise RewardFailure(f"returned {given} for {counted(len(trajectories), 'response')}")
-    return [value_in(part, value, trajectory) for value, trajectory in zip(values, trajectories, strict=True)]
+    return checked_values(found, part.form, part.unit, bool(part.name), trajectories)
 
 
 async def _bounded(found: Awaitable[Any], timeout_s: float | None) -> Any:

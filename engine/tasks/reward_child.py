@@ -15,7 +15,6 @@ import sys
 import traceback
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, BinaryIO
 
 import msgpack
@@ -23,7 +22,7 @@ import msgpack
 from engine.errors import RewardFailure, describe_error
 from engine.protocols.big_integers import pack_big, unpack_big
 from engine.protocols.named_code import find
-from engine.tasks.reward_forms import bind
+from engine.tasks.reward_forms import BoundReward, Unit, Value, bind, checked_values
 from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
 
 LENGTH = struct.Struct("<I")
@@ -70,9 +69,7 @@ def plain_call(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) ->
 
 
 def value_from(plain: Any) -> Any:
-    """The reverse of `_plain`: a value of a reward function, or a list of values."""
-    if isinstance(plain, list):
-        return [value_from(one) for one in plain]
+    """The reverse of `_plain`."""
     if isinstance(plain, dict):
         return NoAnswer(plain[NO_ANSWER]) if NO_ANSWER in plain else Scored(*plain[SCORED])
     return plain
@@ -132,10 +129,10 @@ def main() -> None:
         return
     replies.write(pack(["ready"]))
     while (plain := read(requests)) is not None:
-        timeout_s, call = plain
+        timeout_s, unit, optional, call = plain
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         try:
-            reply = pack(["values", _values(bound.call, bound.form, *call_from(call))])
+            reply = pack(["values", _values(bound, unit, optional, *call_from(call))])
         except BaseException as error:
             reply = pack(_failure(error))
         faulthandler.cancel_dump_traceback_later()
@@ -143,31 +140,26 @@ def main() -> None:
         replies.write(reply)
 
 
-def _values(call: Any, form: str, prompts: list[Prompt], trajectories: list[Trajectory]) -> Any:
-    found = call(prompts[0], trajectories[0]) if form == "response" else call(prompts, trajectories)
+def _values(
+    bound: BoundReward, unit: Unit, optional: bool, prompts: list[Prompt], trajectories: list[Trajectory]
+) -> list[Any]:
+    single = bound.form == "response"
+    found = bound.call(prompts[0], trajectories[0]) if single else bound.call(prompts, trajectories)
     if inspect.isawaitable(found):
         found = asyncio.run(_result_of(found))
-    return _plain(found)
+    values = checked_values(found, bound.form, unit, optional, trajectories)
+    return [_plain(value) for value in values]
 
 
 async def _result_of(found: Any) -> Any:
     return await found
 
 
-def _plain(value: Any) -> Any:
-    """A value as plain data: None, a number, or a list of these. Raises: `RewardFailure` for anything else."""
+def _plain(value: Value | str) -> Any:
+    """A checked value as plain data."""
     if isinstance(value, NoAnswer):
         return {NO_ANSWER: float(value)}
-    if isinstance(value, Scored):
-        return {SCORED: [float(value), dict(value.figures)]}
-    if value is None or isinstance(value, float | int):
-        return value
-    if not isinstance(value, str | bytes | dict):
-        with suppress(TypeError, ValueError):
-            return float(value)
-        with suppress(TypeError):
-            return [_plain(one) for one in value]
-    raise RewardFailure(f"returned {value!r:.80} of type {type(value).__name__}, not a number")
+    return {SCORED: [float(value), value.figures]} if isinstance(value, Scored) else value
 
 
 def _failure(error: BaseException) -> list[Any]:

@@ -1,23 +1,32 @@
-"""The forms of a reward function. The names of its parameters say which form it has.
+"""The forms of a reward function, and what each may return. The names of its parameters say which form it has.
 
     (prompt, trajectory)                 one response
     (prompt, trajectories)               all responses of a group
     (prompts, trajectories)              the responses of several groups
     (prompts, completions, **columns)    the same, as TRL calls its reward functions: with lists as keywords
 
-Used by `config.reward_functions` and by processes of rewards. Nothing here keeps state.
+Used by `config.reward_functions`, by `rollout.scoring` and by processes of rewards. Nothing here keeps state.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from engine.errors import ConfigError, DataFailure, choice
+from engine.errors import ConfigError, DataFailure, RewardFailure, choice, counted
+from engine.protocols.user_values import figures_in, number_in
 from engine.tasks.rewards import check_signature
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
 
-FORMS = {
+Form: TypeAlias = Literal["response", "group", "batch"]
+"""What one call gets: a response; all responses of a group; or the responses of several whole groups."""
+Unit: TypeAlias = Literal["response", "turn", "token"]
+"""What one number judges."""
+Value: TypeAlias = float | list[float] | None
+"""Of one response: a number; one for each turn or token; or None, where the reward does not apply."""
+
+FORMS: dict[tuple[str, str], Form] = {
     ("prompt", "trajectory"): "response",
     ("prompt", "trajectories"): "group",
     ("prompts", "trajectories"): "batch",
@@ -35,8 +44,7 @@ class BoundReward:
 
     call: Callable[..., Any]
     """(prompt, trajectory), or (prompts, trajectories) for the forms `group` and `batch`."""
-    form: str
-    """`response`, `group` or `batch`."""
+    form: Form
     trl: bool = False
 
 
@@ -172,3 +180,64 @@ class _TrlCall:
             raise DataFailure(law, row=row)
         keywords = given if self._takes_all else {name: given[name] for name in given if name in self._names}
         return self._function(**keywords, **self._arguments)
+
+
+# -- what a function returns -------------------------------------------------------------------------------------------
+
+
+def places(unit: Unit, trajectory: Trajectory) -> list[int]:
+    """The response tokens at which the numbers of a value belong: every token, or the last of each turn. A turn is a
+    run of tokens that the policy sampled."""
+    if unit == "token":
+        return list(range(len(trajectory.token_ids)))
+    if unit == "response":
+        return []
+    ends, position = [], 0
+    for sampled, run in groupby(trajectory.loss_mask):
+        position += sum(1 for _ in run)
+        if sampled:
+            ends.append(position - 1)
+    return ends
+
+
+def checked_values(
+    found: Any, form: Form, unit: Unit, optional: bool, trajectories: Sequence[Trajectory]
+) -> list[Value | str]:
+    """The values that a call returned, as plain numbers: for each response its value, or the problem (`user_values`) of
+    what it is. `optional`: a value may be None.
+
+    Raises: `RewardFailure` for another number of values than of responses.
+    """
+    try:
+        values = [found] if form == "response" else list(found)
+    except TypeError:
+        raise RewardFailure(f"returned a {type(found).__name__}, not a list with a value for each response") from None
+    if len(values) != len(trajectories):
+        given = counted(len(values), "value")
+        raise RewardFailure(f"returned {given} for {counted(len(trajectories), 'response')}")
+    return [_value_in(unit, optional, one, trajectory) for one, trajectory in zip(values, trajectories, strict=True)]
+
+
+def _value_in(unit: Unit, optional: bool, value: Any, trajectory: Trajectory) -> Value | str:
+    if value is None and optional:
+        return None
+    if unit == "response":
+        number = number_in(value)
+        figures = figures_in(value.figures) if isinstance(value, Scored) else {}
+        if isinstance(number, str):
+            return f"{number} WHERE, {'neither a finite number nor None' if optional else 'not a finite number'}"
+        if isinstance(figures, str):
+            return figures
+        return NoAnswer(number) if isinstance(value, NoAnswer) else Scored(number, figures) if figures else number
+    wanted = f"one finite number for each {unit}" + (", or None" if optional else "")
+    try:
+        numbers = [number_in(one) for one in value]
+    except TypeError:
+        return f"{value!r:.80} of type {type(value).__name__} WHERE, not {wanted}"
+    odd = next((number for number in numbers if isinstance(number, str)), None)
+    if odd is not None:
+        return f"a list with {odd} WHERE, not {wanted}"
+    count = len(places(unit, trajectory))
+    if len(numbers) != count:
+        return f"{len(numbers)} numbers WHERE, not {wanted} of the response, which has {count}"
+    return [number for number in numbers if isinstance(number, float)]

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from engine.errors import DataFailure, RewardFailure, visible
 from engine.tasks.reward_child import LENGTH, pack, plain_call, unpack, value_from
+from engine.tasks.reward_forms import Unit, Value
 from engine.trajectory import Prompt, Trajectory
 
 START_S = 300.0
@@ -231,17 +232,22 @@ class RewardProcesses:
         module, _, name = settings.spec.partition(":")
         self.__module__, self.__qualname__ = module, name
 
-    def __call__(self, prompts: Prompt | Sequence[Prompt], trajectories: Trajectory | Sequence[Trajectory]) -> Any:
-        """Takes and returns what the function does. First waits for a free process, which does not count as call time.
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        trajectories: Sequence[Trajectory],
+        unit: Unit = "response",
+        optional: bool = False,
+    ) -> list[Value | str]:
+        """The values of `reward_forms.checked_values`. First waits for a free process, which does not count as call
+        time.
 
         Raises: `RewardFailure`; `DataFailure` for a prompt that is not plain data.
         """
-        several = [prompts] if isinstance(prompts, Prompt) else list(prompts)
-        responses = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
         try:
-            data = pack([self._settings.timeout_s, plain_call(several, responses)])
+            data = pack([self._settings.timeout_s, unit, optional, plain_call(prompts, trajectories)])
         except (TypeError, ValueError, OverflowError) as error:
-            row = several[0].row
+            row = prompts[0].row
             law = f"row {row} cannot be sent to the process of the reward: {error}"
             raise DataFailure(law, row=row) from error
         process = self._free.get()
@@ -250,7 +256,7 @@ class RewardProcesses:
                 process = RewardProcess(self._settings)
                 with self._lock:
                     self._running[process] = None
-            return value_from(process.call(data))
+            return [value_from(value) for value in process.call(data)]
         finally:
             if process is not None and process.has_ended:
                 with self._lock:

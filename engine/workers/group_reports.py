@@ -17,18 +17,17 @@ from engine.errors import DataFailure, EngineError
 from engine.events import GroupAborted, GroupGenerated, OrderDone, PrefixStored
 from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, Version
 from engine.protocols import Generated, GroupWork
-from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.protocols.user_values import LARGEST, MOST_OF_ALL, figures_in, number_in
+from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
 TYPES = {
     "prompt_ids": list, "token_ids": list, "logprobs": list, "loss_mask": list, "spans": list, "finish_reason": str,
-    "continues": bool, "figures": dict, "shown_prompt": str, "routes": list,
+    "continues": bool, "shown_prompt": str, "routes": list,
 }  # fmt: skip
 """Fields of a trajectory that its generator sets."""
-JUDGED = {"text": str, "unparsable": bool, "reward_parts": dict, "step_rewards": list}
-"""Fields, apart from the reward, that the work of an added state may change."""
+JUDGED = {"text": str, "unparsable": bool}
+"""Fields, apart from numbers, that the work of an added state may change."""
 LARGEST_ID = 2**31 - 1
-LARGEST_SEEN = 1e300
-"""Larger numbers, NaN and infinities are no JSON that every reader takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,8 @@ def check_generated(
     """Raise unless `generated` answers `work` with tokens of `versions`. If not `rewarded`, rewards may be missing.
     `known`: for each trajectory, the number of its first tokens that were checked before.
 
-    Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
-    for any other fault.
+    Raises: `DataFailure` for a missing reward and for rewards and figures that are no finite numbers, `EngineError` for
+    any other fault.
     """
     if not isinstance(generated, Generated) or not isinstance(generated.group, TrajectoryGroup):
         what = type(generated.group).__name__ if isinstance(generated, Generated) else type(generated).__name__
@@ -67,22 +66,21 @@ def check_generated(
     for index, trajectory in enumerate(group.trajectories):
         checked = known[index] if known else 0
         problem = shape_problem(trajectory, oldest, versions.newest, finished=not generated.aborted, known=checked)
-        problem = problem or segment_problem(group.trajectories, index)
         if problem:
-            raise EngineError(
-                f"trajectory {index} of group {work.group}: {problem}", group=work.group, trajectory=index
-            )
-    if not generated.aborted:
-        for index, trajectory in enumerate(group.trajectories):
-            left_out = trajectory.reward is None and not rewarded
-            problem = "" if left_out else reward_problem(trajectory.reward) or steps_problem(trajectory)
-            if problem:
-                story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
-                raise DataFailure(story, group=work.group, trajectory=index, row=work.prompt.row)
-        problem = rewards_problem(group)
+            raise _fault(EngineError, work, index, problem)
+    for index, trajectory in enumerate(group.trajectories):
+        problem = judged_problem(trajectory, rewarded=rewarded and not generated.aborted)
         if problem:
-            story = f"group {work.group} (prompt row {work.prompt.row}): {problem}"
-            raise DataFailure(story, group=work.group, row=work.prompt.row)
+            raise _fault(DataFailure, work, index, problem)
+    for index in range(len(group.trajectories)):
+        problem = segment_problem(group.trajectories, index)
+        if problem:
+            raise _fault(EngineError, work, index, problem)
+
+
+def _fault(kind: type[EngineError], work: GroupWork, index: int, problem: str) -> EngineError:
+    story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
+    return kind(story, group=work.group, trajectory=index, row=work.prompt.row)
 
 
 def checked_count(count: Any, group: GroupId, samples: int) -> int:
@@ -119,8 +117,7 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
     """The problem of a trajectory, in words; empty if there is none. `known`: see `check_generated`."""
     if not isinstance(trajectory, Trajectory):
         return f"it is a {type(trajectory).__name__}, not a Trajectory"
-    problem = _types_problem(trajectory, TYPES) or _numbers_problem("figures", trajectory.figures)
-    problem = problem or judged_problem(trajectory)
+    problem = _types_problem(trajectory, TYPES) or _types_problem(trajectory, JUDGED)
     problem = problem or ("" if known else _ids_problem("prompt_ids", trajectory.prompt_ids))
     problem = problem or _ids_problem("token_ids", trajectory.token_ids[known:])
     if problem:
@@ -153,43 +150,43 @@ def segment_problem(trajectories: list[Trajectory], index: int) -> str:
     )
 
 
-def reward_problem(reward: Any) -> str:
-    """The problem of the reward of a finished trajectory; empty if there is none."""
-    if reward is None:
-        return "it has no reward"
-    try:
-        return "" if isfinite(reward) else f"its reward is {reward}, not a finite number"
-    except Exception:  # whatever the value's own conversion raises
-        return f"its reward is a {type(reward).__name__}, not a number"
+def judged_problem(trajectory: Trajectory, *, rewarded: bool = True) -> str:
+    """The problem of what judges a finished trajectory; empty if there is none. Its numbers become plain ones. If not
+    `rewarded`, the reward may be missing."""
+    problem = _types_problem(trajectory, JUDGED)
+    for name in ("figures", "reward_parts"):
+        found = figures_in(getattr(trajectory, name), MOST_OF_ALL)
+        if isinstance(found, str):
+            problem = problem or f"its {name} have {found.replace(' WHERE', '')}"
+        else:
+            setattr(trajectory, name, found)
+    reward = None if trajectory.reward is None else number_in(trajectory.reward)
+    if isinstance(reward, str):
+        problem = problem or f"its reward is {reward}, not a finite number"
+    elif reward is None:
+        problem = problem or ("it has no reward" if rewarded else "")
+    else:
+        trajectory.reward = reward
+    return problem or _steps_problem(trajectory)
 
 
-def steps_problem(trajectory: Trajectory) -> str:
-    """The problem of the rewards of single tokens; empty if there is none."""
-    before = -1
-    for step in trajectory.step_rewards:
+def _steps_problem(trajectory: Trajectory) -> str:
+    steps: list[StepReward] = []
+    given: Any = trajectory.step_rewards
+    for step in given if isinstance(given, list) else [given]:
         try:
-            position, reward = step
-            lawful = type(position) is int and before < position < len(trajectory.token_ids) and isfinite(reward)
+            position, value = step
+            reward = number_in(value)
+            before = steps[-1].position if steps else -1
+            lawful = type(position) is int and before < position < len(trajectory.token_ids)
         except (TypeError, ValueError):
-            lawful = False
-        if not lawful:
+            lawful, reward = False, ""
+        if not lawful or isinstance(reward, str):
             law = "must be (position of a token, finite number), in the order of positions"
             return f"its step_rewards have {step!r:.80}, which {law}"
-        before = position
+        steps.append(StepReward(position, reward))
+    trajectory.step_rewards = steps
     return ""
-
-
-def rewards_problem(group: TrajectoryGroup) -> str:
-    """The problem of finite rewards taken together; empty if there is none."""
-    rewards = [float(trajectory.reward or 0.0) for trajectory in group.trajectories]
-    if isfinite(sum(map(abs, rewards))):  # no sum or difference of some of them is larger
-        return ""
-    return f"its rewards, from {min(rewards)} to {max(rewards)}, are too large to compute their mean and spread"
-
-
-def judged_problem(trajectory: Trajectory) -> str:
-    """The problem of the types of `JUDGED` fields and of the parts of a reward; empty if there is none."""
-    return _types_problem(trajectory, JUDGED) or _numbers_problem("reward_parts", trajectory.reward_parts, finite=True)
 
 
 def _types_problem(trajectory: Trajectory, types: Mapping[str, type]) -> str:
@@ -197,18 +194,6 @@ def _types_problem(trajectory: Trajectory, types: Mapping[str, type]) -> str:
         value = getattr(trajectory, name)
         if not isinstance(value, kind):
             return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
-    return ""
-
-
-def _numbers_problem(field: str, numbers: Mapping[Any, Any], *, finite: bool = False) -> str:
-    for name, value in numbers.items():
-        try:
-            lawful = isinstance(name, str) and (isfinite(value) or not finite)
-        except (TypeError, ValueError, OverflowError):
-            lawful = False
-        if not lawful:
-            law = f"which must be a name and a {'finite ' if finite else ''}number"
-            return f"{field} has {name!r:.80}: {value!r:.80}, {law}"
     return ""
 
 
@@ -325,7 +310,7 @@ def describe_prompt(prompt: Prompt, columns: Sequence[str]) -> dict[str, Any]:
 def _is_seen(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= LONGEST_VALUE and value.isprintable()
-    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < LARGEST_SEEN)
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < LARGEST)
 
 
 def reward_figures(group: TrajectoryGroup) -> tuple[int, float, float]:

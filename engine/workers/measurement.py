@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from math import isfinite
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
@@ -21,7 +20,7 @@ from engine.protocols import Generated, Generator, GroupWork
 from engine.protocols.user_code import awaited
 from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-from engine.workers.group_reports import judged_problem, reward_problem
+from engine.workers.group_reports import judged_problem
 from engine.workers.progress_reports import ProgressReports
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
 from engine.workers.threads import contained, from_any_thread, on_a_thread
@@ -178,13 +177,10 @@ class Measurements:
         if held_out.samples is not None:
             await held_out.samples.keep_chunk(order, groups, held_out.rows, answers)
         measured = {row: reward for row, reward in zip(rows, rewards, strict=True) if reward is not None}
-        total = sum(measured.values())
-        if not isfinite(total):
-            raise EngineError(f"the rewards of validation rows {rows[0]} to {rows[-1]} are too large to add up")
         right_rows, parts = _parts(held_out, groups)
         return RowsMeasured(
-            **_place(order), version=order.version, measured=len(measured), right=len(right_rows), reward=float(total),
-            rows=tuple(measured), rewards=tuple(map(float, measured.values())),
+            **_place(order), version=order.version, measured=len(measured), right=len(right_rows),
+            reward=sum(measured.values(), 0.0), rows=tuple(measured), rewards=tuple(measured.values()),
             answers=tuple(answer_number(answers.get(row)) for row in measured),
             right_rows=right_rows, part_rows=tuple(row for row, _, _ in parts),
             part_places=tuple(place for _, place, _ in parts), part_values=tuple(value for _, _, value in parts),
@@ -284,7 +280,7 @@ def _reward(prompt: Prompt, outcome: Any) -> float | str:
         raise EngineError(f"validation row {prompt.row}: {law}, not {type(outcome).__name__}")
     if outcome.aborted:
         raise EngineError(f"validation row {prompt.row} was aborted")
-    reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
-    problem = contained(reward_problem, reward)
-    problem = problem or contained(judged_problem, outcome.group.trajectories[0])
-    return problem if problem or reward is None else float(reward)
+    if not outcome.group.trajectories:
+        return "it has no reward"
+    problem = contained(judged_problem, outcome.group.trajectories[0])
+    return problem or float(outcome.group.trajectories[0].reward or 0.0)

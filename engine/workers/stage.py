@@ -28,10 +28,7 @@ from engine.workers.group_reports import (
     describe_prompt,
     judged_problem,
     reward_figures,
-    reward_problem,
-    rewards_problem,
     segment_problem,
-    steps_problem,
 )
 from engine.workers.threads import contained, on_a_thread
 from engine.workers.worker_tasks import WorkerTasks
@@ -302,10 +299,6 @@ def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
         changed = [name for name in KEPT if not isinstance(new, Trajectory) or getattr(new, name) != getattr(old, name)]
         if changed:
             raise EngineError(f"{who} changed {changed[0]} of trajectory {index}; it may change rewards only")
-        problem = reward_problem(new.reward) or judged_problem(new) or steps_problem(new)
-        problem = problem or segment_problem(after.trajectories, index)
+        problem = judged_problem(new) or segment_problem(after.trajectories, index)
         if problem:
             raise DataFailure(f"{who}, trajectory {index}: {problem}", group=before.group, row=before.prompt.row)
-    problem = rewards_problem(after)
-    if problem:
-        raise DataFailure(f"{who}: {problem}", group=before.group, row=before.prompt.row)

@@ -25,6 +25,7 @@ from engine.events import (
 )
 from engine.ids import GroupId, StepId
 from engine.protocols import Batch, Explainable, Offloadable, RolloutFigures, Trainer
+from engine.protocols.user_values import MOST_OF_ALL, name_problem, shown_name
 from engine.reward_histogram import HISTOGRAMS
 from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
 from engine.storage.trajectories import Trajectories
@@ -42,8 +43,6 @@ from engine.workers.scorer import end_of_scoring
 log = logging.getLogger(__name__)
 
 Figure = int | float
-LONGEST_NAME = 200
-"""Maximum length of a metric's name, in characters."""
 MAX_WARNINGS = 100
 """Maximum number of metrics that get a warning."""
 RESERVED = ("step", SOURCES, HISTOGRAMS, "validation", "sets")
@@ -71,7 +70,7 @@ class Figures:
         for name, value in items:
             figure, problem = read_metric(name, value)
             if figure is None:
-                self._warn(step, _shown(name), problem)
+                self._warn(step, shown_name(name), problem)
             else:
                 figures[str(name)] = figure
         return figures
@@ -95,30 +94,15 @@ def figure_of(value: Any) -> Figure | None:
 
 def read_metric(name: Any, value: Any) -> tuple[Figure | None, str]:
     """A usable metric; or None, and what is wrong with it, as the end of a sentence with "returned". Never raises."""
-    problem = _name_problem(name)
+    problem = name_problem(name) or ("a name that the engine uses" if name in RESERVED else "")
     if problem:
-        return None, f"a metric named {_shown(name)}, {problem}"
+        return None, f"a metric named {shown_name(name)}, {problem}"
     figure = figure_of(value)
     if figure is None:
         return None, f"the metric {name!r} as a {type(value).__name__}, which is not a real number that fits a float"
     if name == UPDATES and not 0 <= figure <= MOST_UPDATES:
         return None, f"the metric {name!r} as {figure}, which must be from 0 to {MOST_UPDATES}"
     return figure, ""
-
-
-def _name_problem(name: Any) -> str:
-    if not isinstance(name, str):
-        return f"a {type(name).__name__}; a name must be a str"
-    if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-        return f"which must have 1 to {LONGEST_NAME} printable characters"
-    return "a name that the engine uses" if name in RESERVED else ""
-
-
-def _shown(name: Any) -> str:
-    try:
-        return f"{name!r:.80}"
-    except BaseException:
-        return f"an object of type {type(name).__name__}"
 
 
 def _figures_of(groups: Sequence[TrajectoryGroup], correct: Sequence[str]) -> tuple[dict[str, Figure], dict[str, Any]]:
@@ -275,8 +259,12 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
         responses, tables = await self._call(_figures_of, groups, self._correct)
         metrics: object = await self._call_on_accelerator(self.trainer.train, batch)
         await self.leave()
+        law = ""
         if metrics is not None and not isinstance(metrics, Mapping):
             law = f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
+        elif metrics is not None and (count := await self._call(len, metrics)) > MOST_OF_ALL:
+            law = f"train() returned {count} metrics; at most {MOST_OF_ALL} are allowed"
+        if law:
             self._spoil(f"{law}; its weights may already contain train step {step}")
             raise TrainerSpoiled(law)
         figures: dict[str, Figure] = {}

@@ -14,6 +14,7 @@ from engine.gateway.agents import Agents, GatewayParts
 from engine.gateway.gateway_server import GatewayServer
 from engine.gateway.sessions import SessionBounds
 from engine.protocols import Generated, GroupWork
+from engine.protocols.user_values import checked_result
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.tool_calls import PARSERS, Parser
@@ -21,7 +22,7 @@ from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, 
 from engine.rollout.generator import TRAINING, Way
 from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.trajectory import Prompt, Span, Trajectory
+from engine.trajectory import Prompt, RolloutResult, Span, Trajectory
 
 torch.set_num_threads(1)
 CONTEXT = 512
@@ -196,10 +197,10 @@ class Rig:
 
     def close(self) -> None: ...
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutResult:
         self.keys.append(key)
         async with self.client(key) as client:
-            return await self.agent(client, prompt)
+            return checked_result(await self.agent(client, prompt), "agent", prompt.row)
 
     def client(self, key: str) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0)

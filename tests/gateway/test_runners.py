@@ -17,7 +17,7 @@ from test_gateway_ray import configured
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.gateway.runners import MOST_BLOCKED, CommandRunner, FunctionRunner
 from engine.plans.configured_plan import plan_of
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, RolloutResult
 
 PROMPT = Prompt(row=3, text="say it", fields={"answer": "4"})
 
@@ -42,7 +42,7 @@ SHOW = (
 
 def shown(directory: Path, prompt: Prompt = PROMPT, **more: Any) -> dict[str, Any]:
     runner = CommandRunner([sys.executable, "-c", SHOW], str(directory), **more)
-    assert run(runner, prompt) is None
+    assert run(runner, prompt) == RolloutResult()
     said: dict[str, Any] = json.loads((directory / "shown").read_text())
     return said
 
@@ -71,7 +71,7 @@ def test_agent_env_adds_variables_with_a_value_or_from_the_run(tmp_path: Path, m
 def test_a_program_runs_in_the_given_directory(tmp_path: Path) -> None:
     (tmp_path / "agent.sh").write_text("#!/bin/sh\necho done > said\n")
     (tmp_path / "agent.sh").chmod(0o755)
-    assert run(CommandRunner(["./agent.sh"], str(tmp_path))) is None
+    assert run(CommandRunner(["./agent.sh"], str(tmp_path))) == RolloutResult()
     assert (tmp_path / "said").read_text() == "done\n"
 
 
@@ -100,7 +100,7 @@ def test_a_programs_group_is_killed_while_its_number_is_its_own(monkeypatch: pyt
         kill(leader, signal)
 
     monkeypatch.setattr(os, "killpg", checked)
-    assert run(command("pass")) is None
+    assert run(command("pass")) == RolloutResult()
     assert len(killed) == 1
 
 
@@ -144,7 +144,7 @@ def test_agents_that_wait_for_a_blocked_thread_get_another_and_its_stack_is_logg
             waiting = asyncio.ensure_future(runner.run("", "waits for the thread", PROMPT))
             await asyncio.sleep(0)
             blocking.cancel()
-            assert await waiting == 2.0
+            assert (await waiting).reward == 2.0
             assert caplog.text.count("leave.wait()") == blocked
         assert re.match("agent .*agent blocks 16 threads and does not return", await runner.failed())
         leave.set()
@@ -196,6 +196,26 @@ def test_a_coroutine_that_raises_is_named() -> None:
         DataFailure, match=r"raising raised KeyError on prompt row 3: 'tool' \(test_runners\.py:\d+, in raising\)"
     ):
         run(FunctionRunner(raising))
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ("good", "the reward 'good' of type str on prompt row 3, not a finite number"),
+        (RolloutResult(reward=float("nan")), "the reward nan on prompt row 3, not a finite number"),
+        (RolloutResult(turn_rewards=[1.0, "x"]), "the reward 'x' of type str on prompt row 3"),
+        (RolloutResult(turn_rewards=None), "turn_rewards as a NoneType on prompt row 3, not as a list"),
+        (RolloutResult(figures={"share": float("nan")}), "the figure 'share' as nan on prompt row 3"),
+        (RolloutResult(figures=None), "figures as a NoneType on prompt row 3"),
+        (RolloutResult(shown_prompt=3), "shown_prompt as a int on prompt row 3, not as a text"),
+    ],
+)
+def test_an_agent_that_returns_no_result_is_named(returned: Any, problem: str) -> None:
+    async def wrong(base_url: str, key: str, prompt: Prompt) -> Any:
+        return returned
+
+    with pytest.raises(DataFailure, match=f"agent test_runners.*wrong returned {problem}"):
+        run(FunctionRunner(wrong))
 
 
 @pytest.mark.parametrize(

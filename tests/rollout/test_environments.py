@@ -296,7 +296,7 @@ def test_a_turn_may_have_a_reward_of_its_own() -> None:
     one = only(Graded, said, "3<end>")
     assert one.reward == 2.25
     assert one.step_rewards == [(one.loss_mask.index(0) - 1, 0.25)]
-    with pytest.raises(DataFailure, match="step returned turn_reward inf, not a finite number"):
+    with pytest.raises(DataFailure, match="step returned the reward inf, not a finite number"):
         only(lambda: Faulty("step", StepResult(turn_reward=float("inf"), done=True)), "3<end>")
 
 
@@ -364,11 +364,11 @@ class Faulty(Environment):
             StepResult(),
             r"step returned neither a message nor done after turn 1; return .* or StepResult\(done=True\)",
         ),
-        ("step", StepResult(reward=float("nan"), done=True), "step returned reward nan, not a finite number"),
+        ("step", StepResult(reward=float("nan"), done=True), "step returned the reward nan, not a finite number"),
         (
             "step",
             StepResult(reward="x", done=True),
-            "step returned a reward or figures that are no numbers: could not convert",
+            "step returned the reward 'x' of type str, not a finite number",
         ),  # type: ignore[arg-type]
         ("reset", numpy.ones(2), "reset returned messages that cannot be used: 'messages' is ndarray"),
         ("tools", None, "tools returned a value that cannot be used: 'NoneType' object is not iterable"),

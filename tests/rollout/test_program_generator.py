@@ -143,14 +143,17 @@ def test_a_rollout_that_asks_for_something_else_is_not_answered_with_the_old() -
 @pytest.mark.parametrize(
     ("fault", "story"),
     [
+        ("good", r"wrong returned the reward 'good' of type str on prompt row 3, not a finite number"),
         (KeyError("tool"), r"raised KeyError on prompt row 3: 'tool' \(test_program_generator\.py:\d+, in wrong\)"),
         (SystemExit(3), "on prompt row 3: .*wrong raised SystemExit: 3"),
         (asyncio.CancelledError("mine"), "on prompt row 3: .*wrong raised CancelledError: mine"),
         (None, r"row 3 took longer than agent\.timeout_s = 0\.05 s"),
     ],
 )
-def test_what_a_rollout_does_wrong_is_named(fault: BaseException | None, story: str) -> None:
-    async def wrong(client: RolloutClient, prompt: Prompt) -> None:
+def test_what_a_rollout_does_wrong_is_named(fault: BaseException | str | None, story: str) -> None:
+    async def wrong(client: RolloutClient, prompt: Prompt) -> Any:
+        if isinstance(fault, str):
+            return fault
         if fault is not None:
             raise fault
         await asyncio.Event().wait()

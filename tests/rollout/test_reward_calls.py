@@ -69,6 +69,14 @@ def test_figures_of_a_value_stand_beside_the_values() -> None:
     assert (alone.reward, alone.reward_parts) == (0.5, {"forged": 1.0})
 
 
+def test_a_figure_that_is_no_number_is_the_rewards_fault() -> None:
+    def score(prompt: Prompt, trajectory: Trajectory) -> float:
+        return Scored(0.5, {"share": math.nan})
+
+    with pytest.raises(DataFailure, match="returned the figure 'share' as nan on prompt row 4, not a finite"):
+        scored(group_of("a"), part_of(score))
+
+
 def test_a_response_without_an_answer_is_marked() -> None:
     def score(prompt: Prompt, trajectory: Trajectory) -> float:
         return NoAnswer(-0.5) if trajectory.text == "a" else 1.0

@@ -188,7 +188,11 @@ async def leaving(group: TrajectoryGroup) -> Any:
         (nothing, "infrastructure", "must return the group, not NoneType"),
         (no_rewards, "data", "trajectory 0: it has no reward"),
         (no_number, "data", "trajectory 2: its reward is nan"),
-        (odd_part, "data", "group 3, trajectory 1: reward_parts has 'right': None, which must be a name"),
+        (
+            odd_part,
+            "data",
+            "group 3, trajectory 1: its reward_parts have the figure 'right' as None, not a finite number",
+        ),
         (bad_row, "data", "row 7 has no rubric"),
         (broken, "infrastructure", "RuntimeError: the judge is away (test_stage_worker.py:"),
         (cancelled, "infrastructure", "CancelledError: by its own client"),

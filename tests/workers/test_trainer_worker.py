@@ -586,8 +586,12 @@ WRONG = "train() must return a dict of metrics or None, not {}; its weights may 
         (raise_spoiled, "train() failed and spoiled the trainer: out of memory"),
         (lambda: [0.5], WRONG.format("list")),
         (lambda: (yield), WRONG.format("generator")),
+        (
+            lambda: dict.fromkeys(map(str, range(300_000)), 1.0),
+            "train() returned 300000 metrics; at most 10000 are allowed; its weights may already contain train step 0",
+        ),
     ],
-    ids=["says so", "returns a list", "yields"],
+    ids=["says so", "returns a list", "yields", "returns too many metrics"],
 )
 @played
 async def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered(

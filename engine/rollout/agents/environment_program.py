@@ -9,13 +9,13 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any
 
 from engine.environments.calls import CallTimeout, EpisodeCalls, Toolbox, ToolError
 from engine.environments.protocol import Environment, Opening, StepResult, ToolCall, Turn
 from engine.errors import DataFailure, EngineError, describe_error, message_of
 from engine.protocols.user_code import HangingCalls
+from engine.protocols.user_values import result_in
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import (
     ProgramFailure,
@@ -170,21 +170,13 @@ class Episode:
             return replace(call, result=f"Error: {error}", failed=True)
 
     def _count(self, step: StepResult) -> None:
-        try:
-            figures = {str(name): float(value) for name, value in step.figures.items()}
-            reward = None if step.reward is None else float(step.reward)
-            turn_reward = None if step.turn_reward is None else float(step.turn_reward)
-        except Exception as error:
-            raise self._failure(
-                f"step returned a reward or figures that are no numbers: {message_of(error)}"
-            ) from error
-        for what, value in {"reward": reward or 0.0, "turn_reward": turn_reward or 0.0, **figures}.items():
-            if not isfinite(value):
-                raise self._failure(f"step returned {what} {value}, not a finite number")
-        if reward is not None:
-            self._rewards.append(reward)
-        self._turn_rewards.append(turn_reward)
-        for name, value in figures.items():
+        found = result_in(RolloutResult(reward=step.reward, turn_rewards=[step.turn_reward], figures=step.figures))
+        if isinstance(found, str):
+            raise self._failure(f"step returned {found.replace(' WHERE', '')}")
+        if found.reward is not None:
+            self._rewards.append(found.reward)
+        self._turn_rewards += found.turn_rewards
+        for name, value in found.figures.items():
             self._figures[name] = self._figures.get(name, 0.0) + value
 
     def _checked(self, method: str, given: Any) -> list[Message]:

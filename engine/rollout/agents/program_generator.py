@@ -16,6 +16,7 @@ from engine.errors import DataFailure, EngineError, message_of, place_of
 from engine.ids import GroupId
 from engine.protocols import Generated, GroupWork
 from engine.protocols.user_code import awaited
+from engine.protocols.user_values import ResultFailure, checked_result
 from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, Conversation, chat, ids, key_of, text
 from engine.rollout.agents.tool_calls import ParsedCall, Parser, calls_of, none
@@ -23,7 +24,7 @@ from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, 
 from engine.rollout.generator import GeneratorOfCalls, Way, all_set
 from engine.rollout.reward_parts import name_of
 from engine.tasks.chat import Message
-from engine.trajectory import Prompt, RolloutReturn, Span, Trajectory, TrajectoryGroup, result_of
+from engine.trajectory import Prompt, RolloutResult, RolloutReturn, Span, Trajectory, TrajectoryGroup
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a cancelled rollout may take to end."""
@@ -321,7 +322,7 @@ class ProgramGenerator(GeneratorOfCalls):
     async def _run_all(self, running: RunningProgram, clients: dict[int, RolloutClient]) -> dict[int, Any]:
         """For each rollout that ended, a list with the value that it returned."""
         prompt, loop = running.work.prompt, asyncio.get_running_loop()
-        tasks = {index: loop.create_task(_called(self._program, client, prompt)) for index, client in clients.items()}
+        tasks = {index: loop.create_task(self._called(client, prompt)) for index, client in clients.items()}
         cut = loop.create_task(running.was_cut.wait())
         pending: set[asyncio.Task[Any]] = {*tasks.values(), cut}
         deadline = loop.time() + self._timeout_s
@@ -348,21 +349,21 @@ class ProgramGenerator(GeneratorOfCalls):
             if tasks:
                 await asyncio.wait(tasks.values(), timeout=CLOSE_TIMEOUT_S)
 
+    async def _called(self, client: RolloutClient, prompt: Prompt) -> Trajectory | RolloutResult:
+        """What the program returned. Raises: `ResultFailure`, and what the program raises."""
+        returned = await awaited(self._program, client, prompt)
+        client.count_own_time()
+        return returned if isinstance(returned, Trajectory) else checked_result(returned, self._name, prompt.row)
+
     def _check(self, task: asyncio.Task[Any], prompt: Prompt) -> None:
         error = task.exception()
         if isinstance(error, EngineError) and not isinstance(error, DataFailure):
             raise error  # an error of the replica, not of the rollout
-        if isinstance(error, ProgramFailure):
+        if isinstance(error, ProgramFailure | ResultFailure):
             raise error
         if error is not None:
             story = f"{self._name} raised {type(error).__name__} on prompt row {prompt.row}"
             raise DataFailure(f"{story}: {message_of(error)}{place_of(error)}", row=prompt.row) from error
-
-
-async def _called(program: Program, client: RolloutClient, prompt: Prompt) -> Any:
-    returned = await awaited(program, client, prompt)
-    client.count_own_time()
-    return returned
 
 
 def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Trajectory]:
@@ -373,4 +374,4 @@ def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Tra
         return [own]
     if returned is None:
         return client.conversation.trajectories()
-    return client.conversation.finished(result_of(returned[0]))
+    return client.conversation.finished(returned[0])
