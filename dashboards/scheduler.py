@@ -134,15 +134,6 @@ def scheduler() -> Dashboard:
     )
     page = page.with_panel(
         graph(
-            "Decisions made instead of a custom policy",
-            "0. Each time, a custom policy raised or broke a law; policies.on_error is builtin.",
-            "suffix: decisions",
-            {"built-in": of(names.POLICY_ERRORS)},
-            steps=True,
-        )
-    )
-    page = page.with_panel(
-        graph(
             "Pools leased and returned per second",
             "Both rates are equal: each task of a pool leases it once and returns it. Leased but not returned: a task "
             "does not end.",

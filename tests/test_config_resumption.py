@@ -35,7 +35,6 @@ def test_nothing_changed_is_nothing_to_tell(begun: tuple[Path, dict[str, Any]]) 
         (["scheduler.max_drops=2"], [("scheduler.max_drops", "2")]),
         (["scheduler.policies.deadline=drop"], [("scheduler.policies.deadline", "drop")]),
         (["scheduler.policies.sync=rolling"], [("scheduler.policies.sync", "rolling")]),
-        (["scheduler.policies.on_error=builtin"], [("scheduler.policies.on_error", "builtin")]),
         (["timeouts.group_s=90"], [("timeouts.group_s", "90.0")]),
         (["timeouts.group_s=null"], [("timeouts.group_s", "null")]),
         (["scheduler.max_drops=4"], [("scheduler.max_drops", "4")]),

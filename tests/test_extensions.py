@@ -190,7 +190,7 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
 def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
     config: Callable[..., Path], capsys: pytest.CaptureFixture[str], module: str, chosen: str, says: str
 ) -> None:
-    file = config(module, f"policies: {{{chosen}: mine, on_error: builtin}}")
+    file = config(module, f"policies: {{{chosen}: mine}}")
     assert main(["check", str(file)]) == 2
     said = capsys.readouterr().err
     assert f"scheduler.policies is '{chosen} mine': fails in a simulated run" in said
@@ -393,7 +393,7 @@ def test_the_example_runs_in_one_process() -> None:
 
 
 def test_the_names_of_the_engines_own_policies_need_no_proof() -> None:
-    assert PolicySet.from_names({"admission": "whole-batches", "on_error": "builtin"}).custom == []
+    assert PolicySet.from_names({"admission": "whole-batches"}).custom == []
 
 
 def test_the_page_names_every_decision_every_policy_and_every_field() -> None:

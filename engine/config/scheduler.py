@@ -77,9 +77,6 @@ class PoliciesSection(Section):
     retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="Whether a failed attempt is retried.")
     resume: str = Field(DEFAULTS["resume"], pattern=REGISTERED, description="Which interrupted group resumes first.")
     validation: str = Field(DEFAULTS["validation"], pattern=REGISTERED, description="Which versions are measured.")
-    on_error: Literal["stop", "builtin"] = Field(
-        "stop", description="If a policy raises: stop the run, or use the default policy for this decision (builtin)."
-    )
 
 
 class SchedulerSection(Section):

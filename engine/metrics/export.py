@@ -185,7 +185,6 @@ class Exporter(Collector):
             names.REQUESTS_TAKEN.name: lambda: [((label,), m.requests(kind)) for kind, label in REQUESTS.items()],
             names.DRAINING.name: lambda: _one(draining_s(state, self._now())),
             names.PARKED.name: lambda: _labelled(m.parked),
-            names.POLICY_ERRORS.name: lambda: _one(state.policies.errors),
             names.REPLICAS_WANTED.name: lambda: _one(replicas_wanted(state)),
             names.BATCHES_KEPT.name: lambda: _one(len(state.checkpoints.stored_batches)),
             names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - m.checkpoint_at)),

@@ -514,11 +514,6 @@ PARKED = _counter(
     "Running groups that were parked. timeout: the attempt exceeded its limit; moved: a faster replica continues it.",
     {"reason": PARKED_REASONS},
 )
-POLICY_ERRORS = _counter(
-    "engine_policy_errors_total",
-    "decisions",
-    "Decisions made by a built-in policy because a custom policy raised or broke a law.",
-)
 REPLICAS_WANTED = _gauge(
     "engine_replicas_wanted",
     "replicas",

@@ -31,8 +31,6 @@ API_VERSION = 1
 is removed or changes its meaning, not when one is added."""
 BUILT_IN = "engine.policies."
 """The modules of built-in policies begin with this."""
-ON_ERROR = ("stop", "builtin")
-"""What happens if a policy raises or breaks a law: the run stops, or the built-in default policy decides instead."""
 
 DEFAULTS: dict[str, str] = {
     "admission": "bounds",
@@ -148,12 +146,7 @@ class PolicySet:
     resume: ResumePolicy
     validation: ValidationPolicy
     names: Mapping[str, str]
-    """The registered name of each policy, for the header of a record; also `on_error`, unless it is `stop`."""
-
-    @property
-    def on_error(self) -> str:
-        """What happens if a policy raises or breaks a law: one of `ON_ERROR`."""
-        return self.names.get("on_error", ON_ERROR[0])
+    """The registered name of each policy, for the header of a record."""
 
     @property
     def custom(self) -> list[str]:
@@ -161,21 +154,16 @@ class PolicySet:
         return [
             f"{decision} {name}"
             for decision, name in self.names.items()
-            if decision != "on_error" and not type(getattr(self, decision)).__module__.startswith(BUILT_IN)
+            if not type(getattr(self, decision)).__module__.startswith(BUILT_IN)
         ]
 
     @classmethod
     def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
-        """Build the chosen policies, and the default for every other decision. `chosen` may contain `on_error`.
+        """Build the chosen policies, and the default for every other decision.
 
         Raises: `ConfigError` for unknown decisions and names, and for a policy whose class cannot be called without
         arguments.
         """
-        chosen = dict(chosen)
-        on_error = chosen.pop("on_error", ON_ERROR[0])
-        if on_error not in ON_ERROR:
-            law = "is not allowed"
-            raise ConfigError("scheduler.policies.on_error", on_error, law, f"use one of {', '.join(ON_ERROR)}")
         known = [f.name for f in fields(cls) if f.name != "names"]
         for decision in chosen:
             if decision not in known:
@@ -184,4 +172,4 @@ class PolicySet:
                 raise ConfigError(f"scheduler.policies.{decision}", chosen[decision], law, fix)
         resolved = {**DEFAULTS, **chosen}
         built = {decision: _build(decision, name) for decision, name in resolved.items()}
-        return cls(**built, names=resolved if on_error == ON_ERROR[0] else {**resolved, "on_error": on_error})
+        return cls(**built, names=resolved)

@@ -1,8 +1,7 @@
 """Asks a policy for a decision and validates the answer. An exception or an unlawful answer changes nothing.
 
 Called by the other modules of this package for every decision of a run. An answer is used only if it breaks no law.
-Otherwise the policy's memory is restored, and either the run ends with a `PolicyError` that names the policy and what
-it saw (`on_error: stop`), or the decision's built-in policy is asked instead (`builtin`).
+Otherwise a `PolicyError` that names the policy and what it saw stops the run.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from engine.errors import EngineError, PolicyError, describe_error, type_and_message
+from engine.errors import PolicyError, describe_error
 from engine.events import GroupGenerated
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
 from engine.states.group import Group
@@ -36,9 +35,6 @@ class Decisions:
     def __init__(self, policies: PolicySet, state: State, view: View) -> None:
         self.state = state
         self.view = view
-        self.rescuing = False
-        """The built-in policies decide everything, because the run's own policies started nothing when they had to."""
-        self._builtin = PolicySet.from_names({})
         self._methods: dict[str, Callable[..., Any]] = {}
         self._remembering: dict[str, Any] = {}
         """Policies with a memory, by decision."""
@@ -81,8 +77,6 @@ class Decisions:
 
         Raises: `PolicyError`, which names the policy, if it raised an error or its answer is invalid.
         """
-        if self.rescuing:
-            return self._ask_builtin(decision, given, kinds, unlawful)
         try:
             answer = self._methods[decision](self.view, *given)
             if decision in SEQUENCES and answer is not None:
@@ -96,12 +90,7 @@ class Decisions:
             if self._remembering and decision in self._remembering:
                 self._keep(decision)
         except BaseException as error:  # user code must not end the process, for example with SystemExit
-            refusal = self._policy_error(decision, error)
-            self._forget(decision)
-            if self.policies.on_error == "stop":
-                raise refusal from error
-            self.note(refusal)
-            return self._ask_builtin(decision, given, kinds, unlawful)
+            raise self._policy_error(decision, error) from error
         return answer
 
     def keeps(self, outcome: GroupGenerated) -> bool:
@@ -123,33 +112,11 @@ class Decisions:
         again: bool = self.ask("retry", (view_group(group), cause), (bool,))
         return again and failures < self.state.limits.most_attempts(cause)
 
-    def note(self, error: EngineError) -> None:
-        """Count an error of a policy that a built-in policy replaced."""
-        self.state.policies.errors += 1
-        self.state.policies.last_error = str(error)
-
     def describe_view(self) -> str:
         """A summary of what every policy sees now."""
         view = self.view
         counts = ", ".join(f"{count} {phase}" for phase, count in view.phase_counts().items())
         return f"step {view.step}, version {view.latest_version}, {counts}, {view.capacity()} could start"
-
-    def _ask_builtin(
-        self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None
-    ) -> Any:
-        """The answer of the decision's built-in policy. For an added state: the group enters.
-
-        Raises: `PolicyError` if even that answer breaks a law.
-        """
-        if decision not in DEFAULTS:
-            return True
-        answer = _method(self._builtin, decision)(self.view, *given)
-        if decision in SEQUENCES and answer is not None:
-            answer = tuple(answer)
-        law = "" if unlawful is None else unlawful(answer)
-        if law or type(answer) not in kinds:
-            raise PolicyError(f"the built-in {decision} policy decided {answer!r}: {law}", decision=decision)
-        return answer
 
     def _policy_error(self, decision: str, error: BaseException) -> PolicyError:
         if isinstance(error, PolicyError):
@@ -162,10 +129,7 @@ class Decisions:
         elif isinstance(error, _MemoryRefused):
             did, answer = f"left a memory that cannot be stored ({error}): {MEMORY_LAW}", ""
         else:
-            # With on_error: builtin, the text becomes part of the state, which must not depend on line numbers of the
-            # user's file.
-            shown = describe_error(error) if self.policies.on_error == "stop" else type_and_message(error)
-            did, answer = f"raised {shown}", ""
+            did, answer = f"raised {describe_error(error)}", ""
         seen = self.describe_view()
         did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(
@@ -189,13 +153,8 @@ class Decisions:
 
     def recall(self) -> None:
         """Restore every policy's memory as it was after its last lawful answer."""
-        for decision in self._remembering:
-            self._forget(decision)
-
-    def _forget(self, decision: str) -> None:
-        """Put a memory back to what it was before the question."""
-        if decision in self._remembering:
-            self._remembering[decision].memory = _unpack(self.state.policies.memory[decision])
+        for decision, policy in self._remembering.items():
+            policy.memory = _unpack(self.state.policies.memory[decision])
 
 
 class _Refused(Exception):

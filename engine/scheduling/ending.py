@@ -8,7 +8,7 @@ from engine.errors import PolicyError, are, counted
 from engine.scheduling.core import Core
 from engine.scheduling.departures import is_at_rest
 from engine.scheduling.groups import drop_group
-from engine.scheduling.reactions import assign_replicas_and_weights, start_work
+from engine.scheduling.reactions import assign_replicas_and_weights
 from engine.scheduling.steps import is_unsaved, no_step_left, order_checkpoint, order_publication
 from engine.scheduling.validation import cancel_validations, close_validations, send_rows
 from engine.states.orders import DEADLINE, FILL, GIVE_UP
@@ -127,16 +127,9 @@ def _filter_name(core: Core) -> str:
 
 def _require_progress(core: Core) -> None:
     """Law 7: something is in progress whose end will be an event, or the run ends here with a named cause."""
-    state, decisions = core.state, core.decisions
+    state = core.state
     if not _is_stuck(state):
         return
-    if decisions.policies.on_error == "builtin" and not state.ending.none_left:
-        decisions.note(_stuck_error(core))
-        decisions.rescuing = True
-        start_work(core)
-        decisions.rescuing = False
-        if state.training.training_step is not None or not _is_stuck(state):
-            return
     if not state.ending.none_left:
         raise _stuck_error(core)
     core.orders.end_run("failed", state.ending.none_left)

@@ -1,7 +1,4 @@
-"""What starts work after the facts of a tick, in this order.
-
-If the run's policies have started nothing, `ending.py` runs the same reactions again under the built-in policies.
-"""
+"""What starts work after the facts of a tick, in this order."""
 
 from engine.scheduling.core import Core
 from engine.scheduling.departures import drain_replicas
@@ -35,9 +32,3 @@ STARTS_WORK = (
     order_stage_work,
     set_deadline_timer,
 )
-
-
-def start_work(core: Core) -> None:
-    """Start everything that may begin."""
-    for react in STARTS_WORK:
-        react(core)

@@ -82,7 +82,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
 def live_settings() -> list[str]:
     """The paths of everything that may be set while a run is running. Not `concurrency`: replicas measure their KV
     cache from their start, or never."""
-    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in (*DEFAULTS, "on_error") if decision != "concurrency")]
+    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in DEFAULTS if decision != "concurrency")]
 
 
 def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
@@ -109,11 +109,8 @@ def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet
     """The policies with one replaced; the others are the same objects. Raises: `ConfigError` for an unknown name."""
     decision = setting.removeprefix(POLICIES)
     fresh = PolicySet.from_names({decision: value})
-    if decision != "on_error":
-        names = {**policies.names, decision: value}  # in their order, which a snapshot compares
-        return replace(policies, names=names, **{decision: getattr(fresh, decision)})
-    names = {name: chosen for name, chosen in policies.names.items() if name != decision}
-    return replace(policies, names={**names, **({} if value == "stop" else {"on_error": value})})
+    names = {**policies.names, decision: value}  # in their order, which a snapshot compares
+    return replace(policies, names=names, **{decision: getattr(fresh, decision)})
 
 
 def check_setting(limits: Limits, policies: PolicySet, setting: str, value: str) -> None:

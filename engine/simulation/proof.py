@@ -48,9 +48,8 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS, see
     Raises: `ConfigError` with the first finding, its seed and the law.
     """
     small = scaled_down(limits)
-    named = {**policies, "on_error": "stop"}
     for seed in range(worlds):
-        problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH, seen)
+        problem = _problem(small, policies, seed, Faults() if seed % 2 == 0 else ROUGH, seen)
         if problem:
             chosen = PolicySet.from_names(policies).custom
             custom = ", ".join([*chosen, *(state.name for state in limits.added_states)])

@@ -33,11 +33,8 @@ RECOVERY_KINDS = ("resumed", "branched", "scheduler")
 
 @dataclass(eq=False, slots=True)
 class PolicyNotes:
-    """Errors of the policies of a run, and what the policies remember."""
+    """What the policies of a run remember."""
 
-    errors: int = 0
-    """Decisions of built-in policies in place of one that raised or broke a law."""
-    last_error: str = ""
     memory: dict[str, bytes] = field(default_factory=dict)
     """What each policy that has a memory remembered after its last lawful answer, as msgpack, by decision."""
 

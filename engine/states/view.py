@@ -189,15 +189,6 @@ class View:
         return self._state.training.step_reward
 
     @property
-    def policy_errors(self) -> int:
-        """Decisions of a built-in policy in place of one that raised or broke a law (`on_error: builtin`)."""
-        return self._state.policies.errors
-
-    @property
-    def last_policy_error(self) -> str:
-        return self._state.policies.last_error
-
-    @property
     def no_more_prompts(self) -> bool:
         return self._state.no_more_prompts
 

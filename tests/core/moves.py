@@ -345,8 +345,6 @@ def any_change(scheduler: Any, setting: str, choose: Choices) -> SettingChanged 
     value, decision = str(choose.randint(0, 12)), setting.removeprefix(POLICIES)
     if decision in policies.DEFAULTS:
         value = choose.choice(SHIPPED[decision])
-    elif decision == "on_error":
-        value = choose.choice(policies.registry.ON_ERROR)
     try:
         check_setting(scheduler.limits, scheduler.policies, setting, value)
     except ConfigError:

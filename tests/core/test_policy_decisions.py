@@ -33,7 +33,6 @@ from engine.record.replayer import replay
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import GroupView, View
-from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 from tests.core.test_scenarios import small
 
@@ -256,14 +255,6 @@ def test_an_error_names_the_policy_and_what_it_saw(registered: None) -> None:
         small(policies={"admission": "greedy"})
 
 
-def test_the_built_in_decides_in_place_of_a_policy_in_error_and_that_is_counted(registered: None) -> None:
-    policies.register("admission", "greedy")(Greedy)
-    run = small(policies={"admission": "greedy", "on_error": "builtin"})
-    assert run.running() == [0, 1, 2, 3]
-    assert run.view.policy_errors > 0
-    assert "'greedy' decided 5" in run.view.last_policy_error
-
-
 class Mute(BaseException):
     """Not an `Exception`, and its message cannot be made."""
 
@@ -285,9 +276,6 @@ def test_a_policy_that_leaves_the_process_is_one_in_error(registered: None, erro
     with pytest.raises(PolicyError, match=said) as raised:
         small(policies={"admission": "leaving"})
     assert str(raised.value).encode(), "it can be recorded"
-    run = small(policies={"admission": "leaving", "on_error": "builtin"})
-    assert run.running() == [0, 1, 2, 3] and run.view.policy_errors == 2
-    assert ".py:" not in run.view.last_policy_error, "the state must not change with the lines of the user's file"
 
 
 def test_an_answer_that_cannot_be_shown_is_still_refused(registered: None) -> None:
@@ -300,15 +288,12 @@ def test_an_answer_that_cannot_be_shown_is_still_refused(registered: None) -> No
         small(policies={"admission": "odd"})
 
 
-def test_policies_that_start_nothing_are_stood_in_for(registered: None) -> None:
+def test_policies_that_start_nothing_stop_the_run(registered: None) -> None:
     @policies.register("admission", "never")
     class Never:
         def admit(self, view: View, legal: int) -> int:
             return 0
 
-    run = small(policies={"admission": "never", "on_error": "builtin"})
-    assert run.running() == [0, 1, 2, 3]
-    assert "start nothing" in run.view.last_policy_error
     with pytest.raises(PolicyError, match="start nothing"):
         small(policies={"admission": "never"})
 
@@ -320,11 +305,6 @@ def test_a_resume_key_is_a_tuple_of_numbers(registered: None, answer: Any) -> No
     with pytest.raises(PolicyError, match="the resume policy 'odd'"):
         run.abort(0)
     assert run.state.groups.live[0].state == "generating", "nothing was changed"
-
-
-def test_what_follows_an_error_is_a_word_of_two() -> None:
-    with pytest.raises(ConfigError, match=r"on_error 'ignore' is not allowed; use one of stop, builtin"):
-        policies.PolicySet.from_names({"on_error": "ignore"})
 
 
 def test_a_policy_written_for_another_api_is_refused() -> None:
@@ -343,20 +323,14 @@ class Widening:
     def admit(self, view: View, legal: int) -> int:
         self.memory["asked"] = self.memory.get("asked", 0) + 1
         self.memory["seen"] = [view.step, view.running]
-        if self.memory["asked"] == 3:
-            raise ValueError("at the third question")
         return min(legal, self.memory["asked"])
 
 
-def test_memory_is_fresh_for_each_run_and_put_back_after_an_error(registered: None) -> None:
+def test_memory_is_fresh_for_each_run(registered: None) -> None:
     policies.register("admission", "widening")(Widening)
-    run = small(policies={"admission": "widening", "on_error": "builtin"})
+    run = small(policies={"admission": "widening"})
     assert _memory(run) == {"asked": 2, "seen": [0, 0]}, "asked before and after the replica joined"
     assert run.running() == [0, 1]
-    run.tell(ProcessLost(kind="replica", index=7, incarnation=0, final=True, reason="any event"))
-    assert run.running() == [0, 1, 2, 3], "the built-in admits what is legal"
-    assert _memory(run) == {"asked": 2, "seen": [0, 0]}
-    assert run.view.policy_errors == 1
     assert _memory(small(policies={"admission": "widening"})) == {"asked": 2, "seen": [0, 0]}
 
 
@@ -467,49 +441,6 @@ def test_a_policy_that_changes_an_event_changes_nothing_of_the_record(registered
     assert World(setting, chosen, recorder).run().outcome == "finished"
     seen.clear()
     assert replay(read(recorder)).divergence is None
-
-
-WRONG: dict[str, Any] = {
-    "admission": 10_000, "dispatch": 99, "batching": (0, 0), "deadline": "dorp", "sync": (99,), "filter": None,
-    "retry": None, "resume": ("soon",), "validation": None,
-}  # fmt: skip
-
-
-def erring(decision: str) -> type:
-    """Does as the built-in does, but for every third answer, which is wrong, and every fifth, which is none."""
-    built_in = registry._REGISTERED[decision][policies.DEFAULTS[decision]]
-    method = registry.METHODS[decision]
-
-    def answer(self: Any, *given: Any) -> Any:
-        self.calls += 1
-        if self.calls % 5 == 0:
-            raise RuntimeError("out of order")
-        return WRONG[decision] if self.calls % 3 == 0 else getattr(self.honest, method)(*given)
-
-    def begin(self: Any) -> None:
-        self.calls, self.honest = 0, built_in()
-
-    return type("Erring", (), {"__init__": begin, method: answer, "acts": True})
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_runs_keep_every_law_under_policies_that_err_again_and_again(registered: None, seed: int) -> None:
-    for decision in policies.DEFAULTS:
-        policies.register(decision, "erring")(erring(decision))
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort", max_steps=6,
-        deadline_timeout_s=5.0, over_sample=0.5 * (seed % 2), validation=ValidationLimits(rows=4, every=1),
-        added_states=(CHECKING,) if seed % 3 else (),
-    )  # fmt: skip
-    names = {**dict.fromkeys(policies.DEFAULTS, "erring"), "on_error": "builtin"}
-    chosen = policies.PolicySet.from_names(names)
-    recorder = MemoryRecorder(Header(run="erring", limits=limits.to_plain(), policies=dict(chosen.names)))
-    faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.1, fail_state=0.1)
-    world = World(Setting(limits=limits, prompts=60, seed=seed, faults=faults), chosen, recorder)
-    assert world.run().outcome == "finished"
-    assert world.scheduler.state.policies.errors > 20
-    report = replay(read(recorder))
-    assert report.divergence is None, report.divergence
 
 
 def test_the_sync_policy_is_not_asked_about_group_events(registered: None) -> None:

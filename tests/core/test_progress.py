@@ -17,15 +17,12 @@ from engine.events import (
     SettingChanged,
     StateFailed,
 )
-from engine.ids import GroupId
 from engine.policies import registry
 from engine.scheduling.settings import changed_limits
 from engine.simulation.proof import prove
-from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.limits import Limits
 from engine.states.view import GroupView, View
 from tests.core.added_states import CHECKING
-from tests.core.adversary import Adversary
-from tests.core.moves import LAYOUTS
 from tests.core.scripted import Scripted
 from tests.core.test_departures import paused
 from tests.core.test_scenarios import small, straggling
@@ -38,29 +35,6 @@ def registered() -> Iterator[None]:
     yield
     registry._REGISTERED.clear()
     registry._REGISTERED.update(before)
-
-
-# policies that start nothing
-
-
-class NoBatch:
-    """Never takes a batch."""
-
-    def select(self, view: View, size: int) -> Sequence[GroupId] | None:
-        return None
-
-
-@pytest.mark.parametrize("pools", dict.fromkeys(LAYOUTS))
-def test_a_run_whose_batches_only_the_built_in_takes_ends_whatever_the_pools(pools: tuple[Pool, ...]) -> None:
-    policies.register("batching", "none")(NoBatch)
-    tasks = ("ref_logprobs", "old_logprobs") if len(pools) > 1 else ()
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, scoring_tasks=tasks, pools=pools,
-        validation=ValidationLimits(rows=4, every=1),
-    )  # fmt: skip
-    names = {"batching": "none", "on_error": "builtin"}
-    world = Adversary(limits, policies.PolicySet.from_names(names), 9, 4, replicas=2)
-    assert world.complete().outcome == "finished"
 
 
 # the last checkpoint

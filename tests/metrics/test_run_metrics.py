@@ -11,7 +11,6 @@ import pytest
 from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
-from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts
 from engine.metrics.export import registry
@@ -510,14 +509,6 @@ def test_groups_in_added_states_are_counted_and_their_failures_reported() -> Non
     status = read_status(world.metrics)
     assert status.failures["group_data"] > 0
     assert status.last_failure.endswith(", checking: fault")
-
-
-def test_decisions_of_a_policy_in_error_are_reported() -> None:
-    world = steady_world()
-    world.scheduler.decisions.note(PolicyError("the filter policy 'mine' raised ValueError: x"))
-    status = read_status(world.metrics)
-    assert status.failures == {"policy": 1}
-    assert "'mine' raised ValueError" in status.last_failure
 
 
 def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None:
