@@ -1,7 +1,8 @@
 """Added states of train steps: who inspects a batch before it is trained, and weights before replicas get them.
 
-`pools.py` asks before it trains a batch, `steps.py` when a version is in the weights store and when an inspection has
-ended. An inspection lets its subject pass or ends the run: nothing here changes a batch or a version.
+`pools.py` asks whenever it could train a batch, so that room is made again after each inspection; `steps.py` when a
+version is in the weights store, and when its inspection has ended. An inspection lets its subject pass or ends the
+run: nothing here changes a batch or a version.
 """
 
 from engine.commands import InspectStep, TrainStep
@@ -12,10 +13,10 @@ from engine.states.step import Step
 from engine.states.view import StepView
 
 
-def train_or_inspect(core: Core, step: Step, after: str = "") -> None:
-    """Order the next inspection of a batch, behind the state `after`; if none is left, order the training."""
+def train_or_inspect(core: Core, step: Step) -> None:
+    """Order the next inspection of a batch, behind the state that it is in; if none is left, order the training."""
     about = StepView(step.id, NO_VERSION, step.attempt, step.groups, step.staleness)
-    name = _next_state(core, SCORING, about, after)
+    name = _next_state(core, SCORING, about, "" if step.state == "scoring" else step.state)
     cause = core.orders.cause_among(step.groups)
     if name:
         core.state.fire_step(step, name)

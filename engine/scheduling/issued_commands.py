@@ -149,6 +149,13 @@ class Orders:
         self.cancel_timer(name)
         self.add(SetTimer(name=name, timer=self._state.orders.next_number, delay_s=delay_s))
 
+    def limit_timer(self, name: str, since: float, limit_s: float | None) -> None:
+        """Set a timer for `limit_s` after `since`, instead of one that is set; without a limit, none. Call it again
+        after a change of the limit."""
+        self.cancel_timer(name)
+        if limit_s is not None:
+            self.set_timer(name, max(0.0, limit_s - (self._state.now - since)))
+
     def cancel_timer(self, name: str) -> None:
         """Cancel a timer, if it is set."""
         order = self._state.orders.find("timer", name)

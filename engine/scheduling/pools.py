@@ -6,9 +6,10 @@ once no formed step needs the pool.
 """
 
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch
-from engine.ids import StepId
+from engine.ids import NO_VERSION, StepId
 from engine.scheduling.core import Core
 from engine.scheduling.inspections import train_or_inspect
+from engine.states.limits import SCORING
 from engine.states.pool import ROLLOUT, PoolLease
 from engine.states.replica import GONE, Replica
 from engine.states.step import Step
@@ -25,7 +26,8 @@ def lease_pools(core: Core) -> None:
         for step in state.training.formed_steps:
             for task in _tasks_left(core, step):
                 lease = core.state.pools.of(task)
-                if lease.task in ("", ROLLOUT) and _inputs_exist(core, step, task) and _make_room(core, lease):
+                free = lease.task in ("", ROLLOUT) or (lease.task, lease.step) == (task, step.id)
+                if free and _inputs_exist(core, step, task) and _make_room(core, lease):
                     _order_task(core, step, task, lease)
     for lease in core.state.pools.shared:
         _sleep_or_wake_replicas(core, lease)
@@ -73,7 +75,9 @@ def _needs_no_weights(task: str) -> bool:
 
 
 def _tasks_left(core: Core, step: Step) -> list[str]:
-    """Tasks that are neither done nor ordered, in order; training is last."""
+    """Tasks that are neither done nor ordered, in order; training is last. Added states inspect a batch before."""
+    if step.state in core.state.limits.states_at(SCORING):
+        return [] if core.state.orders.find("inspect", (NO_VERSION, step.id)) else [TRAIN]
     if step.state != "scoring":
         return []
     names = core.state.limits.scoring_tasks
@@ -120,7 +124,7 @@ def _make_room(core: Core, lease: PoolLease) -> bool:
     _send_all_to_sleep(core, lease)
     if any(replica.process.state == "stopping" or replica.state not in OUT_OF_THE_WAY for replica in replicas):
         return False
-    if lease.task:
+    if lease.task == ROLLOUT:
         core.state.give_back(lease)
     return True
 
@@ -134,7 +138,8 @@ def _replicas_of(core: Core, lease: PoolLease) -> list[Replica]:
 
 def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
     state = core.state
-    state.lease(lease, task, step.id)
+    if not lease.task:
+        state.lease(lease, task, step.id)
     if task == TRAIN:
         train_or_inspect(core, step)
         return

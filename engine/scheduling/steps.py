@@ -25,7 +25,7 @@ from engine.ids import NO_VERSION, GroupId, StepId, Version
 from engine.policies.built_in import DECISIONS
 from engine.scheduling.core import Core
 from engine.scheduling.groups import drop_group, on_state_failed, put_back_in_stage
-from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step, train_or_inspect
+from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step
 from engine.scheduling.lifetimes import note_process_progress
 from engine.scheduling.pools import release_pools, scores_ahead
 from engine.states.group import Group
@@ -168,14 +168,22 @@ def set_deadline_timer(core: Core) -> None:
         core.orders.set_timer(DEADLINE, max(patience, ASKED_AGAIN_S) if step.acts else patience)
 
 
+def limit_stragglers(core: Core, before_s: float) -> None:
+    """The deadline policy's timeout was `before_s` until now: its timer is due so much earlier or later."""
+    timer: Any = core.state.orders.find("timer", DEADLINE)
+    if timer is not None:
+        since = timer.at + timer.command.delay_s - before_s
+        core.orders.limit_timer(DEADLINE, since, core.state.limits.deadline_timeout_s)
+
+
 def act_on_stragglers(core: Core) -> None:
     """Stragglers have kept a batch from forming for long enough: ask the deadline policy."""
     state = core.state
     step = state.training.steps[state.training.steps_batched]
     if state.ending.draining:
         return  # the drain parked them, so they are not late
-    if not core.decisions.policies.deadline.acts:
-        return  # this policy replaced another after the timer was set
+    if not core.decisions.policies.deadline.acts or step.acts >= state.limits.max_drops:
+        return  # these settings replaced others after the timer was set
     stragglers = find_stragglers(core)
     if not stragglers:
         return
@@ -320,9 +328,7 @@ def on_step_inspected(core: Core, event: StepInspected) -> None:
         if event.version != NO_VERSION:
             subject = f"weights version {event.version}, after {counted(event.step + 1, 'train step')}"
         core.orders.end_run("failed", f"state {event.state} refused {subject}: {event.refused}")
-    elif event.version == NO_VERSION:
-        train_or_inspect(core, state.training.steps[event.step], event.state)
-    else:
+    elif event.version != NO_VERSION:  # `pools.py` continues with a batch
         state.training.publish_failures = 0
         if not inspect_weights(core, event.version, event.state):
             _take_published(core, event.version)

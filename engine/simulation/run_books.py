@@ -111,6 +111,8 @@ class ProcessBook:
     """Attempt and version of the sync in progress."""
     pause: str = ""
     """The mode of a pause; `rest` if no new weights follow."""
+    waits: bool = False
+    """Its start waits for room."""
     still_since: float = -1.0
     still_s: float = 0.0
     """Total seconds of its earlier pauses."""
@@ -163,8 +165,6 @@ class RunBooks:
         """Versions in the weights store."""
         self.inspected: Version | None = None
         """The version in the store that may not be used yet: an added state has not let it pass."""
-        self.gated: set[tuple[StepId, int]] = set()
-        """Steps and attempts whose batch was inspected before its training."""
         self.resumed = False
         """The next version may hold no new step."""
         self.saved: set[StepId] = set()
@@ -175,6 +175,12 @@ class RunBooks:
 
     def begin_tick(self) -> None:
         self.facts: list[e.Event] = []
+
+    def out_of_the_way(self, replica: int) -> bool:
+        """Whether a replica takes up nothing of its pool: it sleeps, is gone, or waits for room to start."""
+        process, sync = self.process("replica", replica), self.open["sync"].get((replica,))
+        asleep = process.pause == "sleep" and not isinstance(sync, c.PauseReplica | c.InstallWeights)
+        return process.stage == "gone" or (process.stage == "up" and asleep) or process.waits
 
     def knows(self, *kinds: type[e.Event]) -> bool:
         """Whether a fact of this tick is of one of these kinds."""
@@ -265,6 +271,9 @@ class RunBooks:
                 self._learn_of_group(event, orders)
             case e.OrderProgressed():
                 self._learn_of_progress(orders[0])
+            case e.ProcessWaits():
+                process = self.process(event.kind, event.index)
+                process.waits = bool(event.reason) and process.stage == "starting" and process.life == event.incarnation
             case e.StateLeft() if event.state not in self.limits.states_at(QUEUED):
                 self.groups[event.group].ready = True
             case e.StateFailed():
@@ -455,7 +464,6 @@ class RunBooks:
     def _branch(self, steps: StepId) -> None:
         """The weights go back: every group that they do not contain is queued again."""
         self.groups.clear()
-        self.gated.clear()
         self.unread.clear()
         self.taken = {id: step for id, step in self.taken.items() if step < steps}
         self.discarded = {id: at for id, at in self.discarded.items() if at < steps} | dict.fromkeys(self.taken, 0)
@@ -497,9 +505,7 @@ class RunBooks:
             case c.ScoreBatch() | c.TrainStep():
                 self.batches[command.step] = command.groups
                 self.taken.update(dict.fromkeys(command.groups, command.step))
-            case c.InspectStep() if command.version == NO_VERSION:
-                self.gated.add((command.step, command.attempt))
-            case c.InspectStep():
+            case c.InspectStep() if command.version != NO_VERSION:
                 self.inspected = command.version
             case c.RetireWeights():
                 self.stored.discard(command.version)

@@ -12,7 +12,7 @@ from engine import events as e
 from engine.errors import EngineError
 from engine.ids import NO_VERSION, GroupId
 from engine.simulation.run_books import SLACK_S, RunBooks
-from engine.states.limits import Limits
+from engine.states.limits import Limits, Pool
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Seconds that a start waits after a failed one; doubled each time."""
@@ -186,6 +186,21 @@ class RunLedger:
         stored = not self.books.open["publish"] and self.books.inspected is None
         self._expect(stored, "a step is trained while weights are published", command)
 
+    def works_in_a_free_pool(self, command: c.TrainStep | c.ScoreBatch) -> None:
+        """At most one task has a pool: nothing else is scored or trained there, and its replicas are out of the way."""
+        books, task = self.books, command.task if isinstance(command, c.ScoreBatch) else "train"
+        pool, own = self._pool_of(task), (command.step, task)
+        ordered = [*books.open["score"], *((step, "train") for (step,) in books.open["train"])]
+        there = [other for other in ordered if other != own and self._pool_of(other[1]) is pool]
+        if pool is not None and "rollout" in pool.tasks:
+            there += [("replica", index) for index in pool.replicas if not books.out_of_the_way(index)]
+        self._expect(not there, f"two tasks have one pool: {there} work there", command)
+
+    def _pool_of(self, task: str) -> Pool | None:
+        """What no pool lists is done where training is."""
+        pools = self.books.limits.pools
+        return next((pool for name in (task, "train") for pool in pools if name in pool.tasks), None)
+
     def trains_what_passed(self, command: c.TrainStep) -> None:
         """No batch is trained while an added state inspects it, or after one has refused it."""
         inspected = (NO_VERSION, command.step) in self.books.open["inspect"]
@@ -204,11 +219,10 @@ class RunLedger:
 
     def trains_after_sync(self, command: c.TrainStep | c.InspectStep) -> None:
         """With `train_after_sync`, every replica has the newest weights, but for those that leave or that validations
-        hold back, when a step is trained, or before that inspected for the first time."""
+        hold back, when a step is inspected or trained."""
         books, validation = self.books, self.books.limits.validation
         shared = validation is not None and validation.own_from is None
-        gated = (command.step, command.attempt) in books.gated
-        if not books.limits.train_after_sync or shared or books.drain is not None or gated:
+        if not books.limits.train_after_sync or shared or books.drain is not None:
             return
         for (kind, index), process in books.processes.items():
             validates = validation is not None and index >= (validation.own_from or 0)
@@ -358,10 +372,10 @@ LAWS: dict[type[c.Command], tuple[Law, ...]] = {
     c.ParkGroup: (RunLedger.cuts_only_what_is_late,),
     c.TruncateGroup: (RunLedger.truncates_only_stragglers,),
     c.DiscardGroups: (RunLedger.discards_what_is_over,),
-    c.ScoreBatch: (RunLedger.trains_each_group_once,),
+    c.ScoreBatch: (RunLedger.trains_each_group_once, RunLedger.works_in_a_free_pool),
     c.TrainStep: (
         RunLedger.trains_each_group_once, RunLedger.trains_nothing_stale, RunLedger.trains_in_order,
-        RunLedger.trains_after_sync, RunLedger.trains_what_passed,
+        RunLedger.trains_after_sync, RunLedger.trains_what_passed, RunLedger.works_in_a_free_pool,
     ),
     c.InspectStep: (RunLedger.inspects_what_is_next,),
     c.PublishWeights: (RunLedger.publishes_every_step,),

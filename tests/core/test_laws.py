@@ -1,13 +1,17 @@
 """Every law after every event, whatever happens in whatever order; progress from every state; replay identical."""
 
-from hypothesis import HealthCheck, settings
+from random import Random
+
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.policies import PolicySet
 from engine.record.reader import read
 from engine.record.replayer import replay
-from engine.states.limits import Limits
+from engine.states.limits import Limits, Pool
+from engine.states.timeouts import Timeouts
+from tests.core.added_states import GATING, PROVING, SIFTING
 from tests.core.adversary import Adversary
 from tests.core.moves import MOVES, Drawn, Move, any_limits, any_policies, drawn
 
@@ -53,3 +57,31 @@ AnyOrder.TestCase.settings = settings(
     max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnyOrder = AnyOrder.TestCase
+
+
+COME_AND_GO = ("arrive_up", "work", "kill", "kill_worker", "come_up", "fail_start", "take_away", "crash", "drain")
+"""The moves that end or start processes, and those by which a run goes on meanwhile."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tasks=st.sampled_from([("rollout", "train"), ("rollout", "train", "old_logprobs")]), acts=st.integers(4, 30),
+    moves=st.lists(st.sampled_from(COME_AND_GO), min_size=1, max_size=8), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_what_takes_turns_never_meets_whatever_starts_or_ends_meanwhile(
+    tasks: tuple[str, ...], acts: int, moves: list[str], seed: int
+) -> None:
+    """Also while an added state inspects a batch, or weights, and the pool is leased but not used."""
+    limits = Limits(
+        train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2, scoring_tasks=tasks[2:],
+        pools=(Pool(tasks=tasks, replicas=(0, 1)),), added_states=(GATING, SIFTING, PROVING),
+        timeouts=Timeouts.every(None), checkpoint_every=1, keeps_batches=True,
+    )  # fmt: skip
+    world, choose = Adversary(limits, PolicySet.from_names({}), 8, 1, replicas=2), Random(seed)
+    for _ in range(acts):
+        world.act()
+    for name in moves:
+        move = next(move for move in MOVES if move.name == name)
+        if among := list(move.among(world)):
+            move.act(world, choose.choice(among), choose)
+    world.complete()

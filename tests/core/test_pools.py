@@ -6,6 +6,7 @@ import pytest
 
 from engine.commands import (
     Command,
+    InspectStep,
     InstallWeights,
     PauseReplica,
     PublishWeights,
@@ -30,6 +31,8 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.states.limits import Limits, Pool, ValidationLimits
+from tests.core.added_states import GATING
+from tests.core.agents import inspection_answer
 from tests.core.scripted import Scripted
 
 TOGETHER = (Pool(tasks=("rollout", "train", "old_logprobs", "ref_logprobs"), replicas=(0,)),)
@@ -250,6 +253,19 @@ def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
     run.tell(WeightsStaged(**place(run), version=1))
     run.tell(WeightsInstalled(**place(run), version=1))
     assert states(run) == ["ready"] and run.running()
+
+
+def test_a_batch_that_passed_its_inspection_waits_until_the_pool_has_room() -> None:
+    run = small(TOGETHER, added_states=(GATING,))
+    run.finish(0, 1)
+    sleep(run)
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(inspection_answer(run.ordered(InspectStep)[-1], succeed=True))
+    assert not run.ordered(TrainStep), "the replica takes its GPU before it is up"
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
+    assert states(run) == ["yielding"] and not run.ordered(TrainStep)
+    run.tell(ReplicaPaused(**place(run)))
+    assert len(run.ordered(TrainStep)) == 1
 
 
 def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() -> None:
