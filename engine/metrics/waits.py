@@ -349,8 +349,8 @@ def _timer(command: Any, state: State) -> tuple[str, str, str]:
     if command.name == FILL:
         return "the scheduler", "waiting to start the groups that one tick could not", ""
     if command.name == DRAIN:
-        return "the run", "draining", f"it stops as it is once that exceeds {command.delay_s:g} s"
-    return "the run", "waiting for a replica", f"none is left; it ends after {command.delay_s:g} s without one"
+        return "the run", "draining", f"it stops as it is once that exceeds {state.limits.drain_s:g} s"
+    return "the run", "waiting for a replica", f"none is left; it ends after {state.limits.give_up_s:g} s without one"
 
 
 def _starts(like: list[Order], state: State) -> str:

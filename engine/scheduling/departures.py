@@ -3,8 +3,6 @@
 A drain parks what runs on a replica, so that it costs no attempt.
 """
 
-from typing import Any
-
 from engine.commands import PauseReplica, ResumeReplica, StopMeasuring
 from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted
 from engine.scheduling.core import Core
@@ -19,19 +17,23 @@ from engine.states.replica import AT_REST, Replica
 
 
 def on_drain_requested(core: Core, event: DrainRequested) -> None:
-    state = core.state
     if core.state.ending.draining:
         return
     core.state.ending.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
     core.state.ending.draining_since = event.at
-    if state.limits.drain_s is not None:
-        core.orders.set_timer(DRAIN, state.limits.drain_s)
+    limit_drain(core)
+
+
+def limit_drain(core: Core) -> None:
+    """Limit the drain that is in progress, if there is one."""
+    ending = core.state.ending
+    if ending.draining:
+        core.orders.limit_timer(DRAIN, ending.draining_since, core.state.limits.drain_s)
 
 
 def on_drain_timer(core: Core) -> None:
     """The drain has exceeded its time limit: stop the run without waiting for the rest."""
-    timer: Any = core.state.orders.matched[core.orders.cause][0].command
-    core.orders.end_run("stopped", f"the drain exceeded durability.drain_s = {timer.delay_s:g}")
+    core.orders.end_run("stopped", f"the drain exceeded durability.drain_s = {core.state.limits.drain_s:g}")
 
 
 def on_replica_leaves(core: Core, event: ReplicaLeaves) -> None:

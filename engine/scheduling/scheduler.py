@@ -128,9 +128,16 @@ def _on_timer_fired(core: Core, event: TimerFired) -> None:
 def _on_setting_changed(core: Core, event: SettingChanged) -> None:
     state, setting, value = core.state, event.setting, event.value
     if setting in FIGURES:
+        before_s = state.limits.deadline_timeout_s
         state.change(changed_limits(state.limits, setting, value))
         if setting.startswith("timeouts."):
             mark_all(state)
+        elif setting == "durability.drain_s":
+            departures.limit_drain(core)
+        elif setting == "rollout.give_up_s":
+            weights.limit_wait_for_replicas(core)
+        elif setting == "scheduler.deadline_timeout_s":
+            steps.limit_stragglers(core, before_s)
         steps.delete_checkpoints(core)  # fewer may be kept now
         if not steps.no_step_left(core):
             state.validations.closing = False  # there may be more steps now

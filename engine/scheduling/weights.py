@@ -44,9 +44,17 @@ def note_none_left(core: Core, lost: Replica, reason: str) -> None:
     state = core.state
     if lost.validator or state.rollouts_left:
         return
-    core.state.ending.none_left = f"no replica is left; the last one was lost: {reason}"
-    if state.limits.give_up_s and not state.timer_is_set(GIVE_UP):
-        core.orders.set_timer(GIVE_UP, state.limits.give_up_s)
+    ending = state.ending
+    ending.none_left_since = ending.none_left_since if ending.none_left else state.now
+    ending.none_left = f"no replica is left; the last one was lost: {reason}"
+    limit_wait_for_replicas(core)
+
+
+def limit_wait_for_replicas(core: Core) -> None:
+    """Limit the wait for another replica, if there is none left."""
+    ending = core.state.ending
+    if ending.none_left:
+        core.orders.limit_timer(GIVE_UP, ending.none_left_since, core.state.limits.give_up_s or None)
 
 
 def _forget_none_left(core: Core) -> None:

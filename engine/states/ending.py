@@ -21,6 +21,7 @@ class Ending:
     """When it was asked to drain, in seconds since the run began."""
     none_left: str = ""
     """Why the last replica is gone for good, which ends the run once it needs one."""
+    none_left_since: float = 0.0
     last_failure: str = ""
     """Why the last group failed or replica was lost."""
     failed_draws: int = 0

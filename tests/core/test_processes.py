@@ -1,9 +1,12 @@
 """Lives of processes: which follow one that ended, where a trainer begins again, and what a lost one costs."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.commands import (
     DeleteCheckpoint,
@@ -587,13 +590,30 @@ def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
     assert end.word == "stopped"
 
 
-def test_a_drain_keeps_the_limit_that_it_began_with() -> None:
-    run = small(drain_s=30.0)
-    run.tell(DrainRequested(reason="maintenance"))
-    run.tell(SettingChanged(setting="durability.drain_s", value="null"))
-    assert "it stops as it is once that exceeds 30 s" in {wait.detail for wait in waits(run.state)}
-    run.fire()
-    assert [end.reason for end in run.ordered(FinishRun)] == ["the drain exceeded durability.drain_s = 30"]
+@pytest.mark.parametrize(("setting", "none"), [("durability.drain_s", "null"), ("rollout.give_up_s", "0")])
+@given(changes=st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["none", "5", "30", "90"])), max_size=4))
+def test_a_wait_obeys_the_limit_that_was_set_last(setting: str, none: str, changes: list[tuple[int, str]]) -> None:
+    """Set, raised, lowered or lifted during a drain, or a wait for a replica."""
+    drains = setting == "durability.drain_s"
+    run = small(replicas=1, **{setting.partition(".")[2]: 30.0})
+    if drains:
+        run.tell(DrainRequested(reason="maintenance"))
+    else:
+        lose(run, "replica", final=True)
+    began, limit_s = run.clock, 30.0
+    for wait_s, value in changes:
+        run.wait(wait_s)
+        if run.ordered(FinishRun):
+            break
+        assert run.clock < began + limit_s
+        run.tell(SettingChanged(setting=setting, value=none if value == "none" else value))
+        limit_s = inf if value == "none" else float(value)
+        due = [] if value == "none" else [max(began + limit_s, run.clock)]
+        assert [*run.timers.values()] == due
+        assert not due or f" {value} s" in " ".join(wait.detail for wait in waits(run.state))
+    run.wait(100.0)
+    lifted = limit_s == inf and drains  # a run that has lost its replicas ends if it may not wait
+    assert bool(run.ordered(FinishRun)) == (not lifted)
 
 
 def test_a_drain_that_ends_in_time_needs_its_timer_no_more() -> None:

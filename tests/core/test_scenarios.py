@@ -36,6 +36,7 @@ from engine.events import (
     PromptsDrawn,
     PublishFailed,
     ReplicaPaused,
+    SettingChanged,
     StateLeft,
     StepFailed,
     StopRequested,
@@ -218,6 +219,21 @@ def test_truncating_finishes_stragglers_with_what_they_have() -> None:
 def test_the_policy_acts_at_most_max_drops_times_a_step() -> None:
     run = straggling("drop", max_drops=0)
     assert not run.ordered(SetTimer)
+
+
+def test_a_changed_deadline_timeout_counts_for_stragglers_that_are_waited_for() -> None:
+    run = straggling("drop", deadline_timeout_s=600.0)
+    began = run.ordered(SetTimer)[-1].timer
+    since = run.state.orders.by_number[began].at
+    run.wait(100.0)
+    run.tell(SettingChanged(setting="scheduler.deadline_timeout_s", value="300"))
+    assert [*run.timers.values()] == [since + 300.0], "since it was set first"
+    run.tell(SettingChanged(setting="scheduler.max_drops", value="0"))
+    run.wait(300.0)
+    assert not run.ordered(AbortGroup), "the policy may not act any more"
+    run.tell(SettingChanged(setting="scheduler.max_drops", value="1"))
+    run.wait(300.0)
+    assert [c.group for c in run.ordered(AbortGroup)] == [3]
 
 
 def test_a_timer_of_a_step_already_formed_is_an_echo() -> None:
