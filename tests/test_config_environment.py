@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_tokenizers import save_chat_model, write_rows
+from chat_tokenizers import chat_tokenizer, save_chat_model, save_model, write_rows
 from transformers import AutoTokenizer
 
+from engine import cli
 from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
 from engine.environments import Environment, StepResult, ToolCall, Turn
@@ -86,6 +87,53 @@ def test_check_begins_an_episode_and_says_what_the_model_does_not_see(models: di
     lines = list(check_inputs(configured(tmp_path, models["chatml"])))
     assert any(line.startswith("note: the chat template of") and "does not write the tools" in line for line in lines)
     assert plan_of(configured(tmp_path, models["chatml"]), tmp_path / "run").make_gateway is None
+
+
+class Asking(Task):
+    """Ends with the second answer."""
+
+    def step(self, turn: Turn) -> StepResult:
+        if self.fault_of_step and turn.number == 1:
+            raise ValueError(self.fault_of_step)
+        return StepResult(messages="and then?", done=turn.number == 2)
+
+    def __init__(self, fault_of_step: str = "") -> None:
+        super().__init__()
+        self.fault_of_step = fault_of_step
+
+
+CALLING = """\
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}
+{%- if m.role != 'tool' or RESULTS -%}{{- m.content -}}{%- endif -%}
+{%- for c in m.tool_calls or [] -%}<tool_call>{{- c.function | tojson -}}</tool_call>{%- endfor -%}
+{{- '<|im_end|>\n' -}}{%- endfor -%}{{- '<|im_start|>assistant\n' if add_generation_prompt -}}"""
+
+
+@pytest.mark.parametrize(
+    ("results", "environment", "outcome"),
+    [
+        ("true", {}, "of a scripted model, and the model reads its second turn"),
+        ("true", {"class_name": NAME}, "of a scripted model, and ends the episode"),
+        ("false", {}, "the chat template leaves out the text of message 3 (tool)"),
+        ("true", {"arguments": {"fault_of_step": "no such state"}}, "step raised ValueError: no such state"),
+    ],
+)
+def test_check_plays_a_turn_and_reads_the_second_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], results: str, environment: dict[str, Any], outcome: str
+) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = CALLING.replace("RESULTS", results)
+    config = configured(
+        tmp_path,
+        save_model(tmp_path / "model", tokenizer),
+        environment={"class_name": f"{__name__}:Asking"} | environment,
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(config.dump_yaml(), encoding="utf-8")
+    code = cli.main(["check", str(file)])
+    said = capsys.readouterr()
+    assert outcome in said.out + said.err and (code == 0) == ("scripted model, and" in outcome)
+    assert '<tool_call>{"name": "add", "arguments": {"a": "test", "b": "test"}}</tool_call>' in said.out + said.err
 
 
 @pytest.mark.parametrize(

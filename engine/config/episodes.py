@@ -99,7 +99,7 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
     settings, tokenizer = settings_of(config, local), load_tokenizer(model)
     yield from _untried(find(path, config.run.code_dir, "environment.class_name", local))
     try:
-        messages, schemas = _begin(settings, data.prompt(0), config.run.seed)
+        messages, schemas = begin_episode(settings, data.prompt(0), config.run.seed)
     except DataFailure as error:
         raise ConfigError("environment.class_name", path, f"cannot begin an episode: {error}", "correct it") from error
     try:
@@ -125,7 +125,7 @@ def _untried(adapter: Any) -> Iterator[str]:
             )
 
 
-def _begin(
+def begin_episode(
     settings: EpisodeSettings, prompt: Prompt, seed: int
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
     """The first messages of an episode and its tools. Uses a thread with its own event loop, because the caller may

@@ -41,7 +41,7 @@ LEAST_STORE_BYTES = 256 << 20
 
 
 Rehearse = Callable[[Config, Prompt], Iterator[str]]
-"""Runs the configured agent once on a prompt. Yields lines like those of `check_inputs`."""
+"""Runs the configured agent or environment once on a prompt. Yields lines like those of `check_inputs`."""
 RehearseBackends = Callable[[Config], Iterator[str]]
 """Runs the user's generator, trainer and added states once on the first prompt. Also yields such lines."""
 
@@ -82,11 +82,6 @@ def check_inputs(
         yield from _check_prompts(config, files, rehearse, local)
     elif config.model.make is None and files and rehearse:
         yield f"note: prompts and reward are not tested: {missing_package('transformers')}"
-    if rehearse_agent is not None and config.agent.given is not None and sources and _has_transformers():
-        yield from rehearse_agent(config, sources[0].data.prompt(0))
-    if rehearse_backends is not None and (config.rollout.custom or config.trainer.custom or config.scheduler.states):
-        why = _why_no_rehearsal(config)
-        yield from [f"note: your classes are not tested on a group: {why}"] if why else rehearse_backends(config)
     if config.environment.class_name is not None:
         from engine.config.episodes import check_environment, load_environment
 
@@ -95,6 +90,11 @@ def check_inputs(
         else:
             load_environment(config, local)
             yield f"ok: environment.class_name {config.environment.class_name} can be imported"
+    if rehearse_agent is not None and config.several_turns and sources and _has_transformers():
+        yield from rehearse_agent(config, sources[0].data.prompt(0))
+    if rehearse_backends is not None and (config.rollout.custom or config.trainer.custom or config.scheduler.states):
+        why = _why_no_rehearsal(config)
+        yield from [f"note: your classes are not tested on a group: {why}"] if why else rehearse_backends(config)
 
 
 def _why_no_rehearsal(config: Config) -> str:

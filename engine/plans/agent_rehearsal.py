@@ -1,6 +1,7 @@
-"""Runs the agent of a configuration once, on the first prompt, before a run: `engine check` calls it.
+"""Runs the agent, or two turns of the environment, of a configuration once, on the first prompt, before a run: `engine
+check` calls it.
 
-A scripted model gives the same answer to every call, so no weights are loaded. An agent that fails before it has an
+A scripted model answers every call, so no weights are loaded. An agent that fails before it has an
 answer would fail every attempt of the run, and is refused by name. It must never leave a process or a server behind.
 """
 
@@ -13,16 +14,18 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.dry_run import MADE_ANSWER
+from engine.config.episodes import begin_episode, settings_of
 from engine.config.prompts import load_tokenizer, stop_ids_of, text_ends_of
-from engine.errors import ConfigError, EngineError, counted, message_of
+from engine.errors import ConfigError, DataFailure, EngineError, counted, message_of
 from engine.gateway.gateway_server import GatewayServer
 from engine.ids import Version
 from engine.plans.rollouts import check_agent, make_gateway, make_generator
-from engine.protocols import Generator, GroupWork
+from engine.protocols import GroupWork
 from engine.rollout.agents.agent_generator import AgentCall, OpenGroup
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
 from engine.rollout.generator import TRAINING, Way
 from engine.rollout.scoring import Grader
+from engine.tasks.chat import Message, Tool, render, turn_end
 from engine.trajectory import Prompt, Span
 
 LONGEST_S = 30.0
@@ -31,14 +34,14 @@ LONGEST_S = 30.0
 
 @dataclass(slots=True)
 class ScriptedModel:
-    """A rollout backend that gives the same answer to every call."""
+    """A rollout backend that gives these answers, the last one to all further calls."""
 
-    answer: Sequence[int]
+    answers: Sequence[Sequence[int]]
     calls: int = 0
 
     async def sample(self, request: SampleRequest | AgentCall) -> SampleResult:
+        ids = list(self.answers[min(self.calls, len(self.answers) - 1)])
         self.calls += 1
-        ids = list(self.answer)
         return SampleResult(
             token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(0, len(ids), 0)], finish_reason="stop"
         )
@@ -67,9 +70,12 @@ class ScriptedModel:
 
 def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
     """Lines like those of `check_inputs`. Raises: `ConfigError` for an agent that cannot be started, or that fails
-    before the model has answered."""
-    check_agent(config)
+    before the model has answered, or an environment without a second turn."""
     field, path = config.agent.given or "", config.model.path
+    if config.environment.class_name is not None:
+        yield from _rehearse_environment(config, path, prompt) if path is not None else ()
+        return
+    check_agent(config)
     spec = getattr(config.agent, field.removeprefix("agent."))
     shown = f"{field} {shlex.join(spec) if isinstance(spec, list) else spec}"
     if path is None:
@@ -78,13 +84,11 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
     tokenizer = load_tokenizer(path)
     stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
     text = tokenizer.encode(MADE_ANSWER, add_special_tokens=False)[: config.rollout.max_tokens - 1]
-    model = ScriptedModel([*text, stops[0]])
+    model = ScriptedModel([[*text, stops[0]]])
     if config.agent.on_gateway:
         run = _on_gateway(config, path, model, prompt)
     else:
-        params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=stops)
-        ways = {TRAINING: Way(params, Grader(tokenizer, None, later=True, ends=text_ends_of(config, tokenizer, path)))}
-        run = _in_python(make_generator(config, model, tokenizer, ways), prompt)
+        run = _in_python(config, model, tokenizer, stops, prompt)
     try:
         asyncio.run(_bounded(run))
         outcome = "ends"
@@ -119,8 +123,54 @@ async def _on_gateway(config: Config, path: str, model: ScriptedModel, prompt: P
         await server.close()
 
 
-async def _in_python(generator: Generator, prompt: Prompt) -> None:
+async def _in_python(
+    config: Config, model: ScriptedModel, tokenizer: Any, stops: tuple[int, ...], prompt: Prompt
+) -> None:
+    ends = text_ends_of(config, tokenizer, config.model.path or "")
+    params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=stops)
+    generator = make_generator(
+        config, model, tokenizer, {TRAINING: Way(params, Grader(tokenizer, None, later=True, ends=ends))}
+    )
     try:
         await generator.generate(GroupWork(group=0, attempt=1, prompt=prompt, samples=1))
     finally:
         await generator.close()
+
+
+def _rehearse_environment(config: Config, path: str, prompt: Prompt) -> Iterator[str]:
+    """Play two turns of an episode: the model calls the first tool, if its template writes a call that the parser
+    reads. Raises: `ConfigError` if the second one cannot be reached."""
+    name, tokenizer, settings = config.environment.class_name, load_tokenizer(path), settings_of(config)
+    stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
+    end = turn_end(tokenizer, config.data.chat_template_kwargs)
+    call = _written_call(config, tokenizer, *begin_episode(settings, prompt, config.run.seed))
+    call = call.removesuffix("" if end is None else end.text)
+    first = call if call and settings.parser(call)[1] else MADE_ANSWER
+    stop = stops[0] if end is None or end.token is None else end.token
+    said = (tokenizer.encode(text, add_special_tokens=False) for text in (first, MADE_ANSWER))
+    model = ScriptedModel([[*ids, stop] for ids in said])
+    section = config.environment.model_copy(update={"max_turns": min(2, config.environment.max_turns)})
+    try:
+        asyncio.run(_in_python(config.model_copy(update={"environment": section}), model, tokenizer, stops, prompt))
+    except DataFailure as error:
+        law = f"fails after {first!r} of a scripted model: {message_of(error)}"
+        raise ConfigError("environment.class_name", name, law, "correct it, or use another chat template") from error
+    then = "the model reads its second turn" if model.calls > 1 else "ends the episode"
+    yield f"ok: environment.class_name {name} takes {first!r} of a scripted model, and {then}"
+
+
+def _written_call(config: Config, tokenizer: Any, messages: Sequence[Message], schemas: Sequence[Tool]) -> str:
+    """A call of the first tool, with texts as arguments, as the chat template writes it; empty if it writes none."""
+    if not schemas:
+        return ""
+    function = schemas[0].get("function", schemas[0])
+    names = (function.get("parameters") or {}).get("properties") or ()
+    call = {"id": "call_1_1", "function": {"name": function["name"], "arguments": dict.fromkeys(names, "test")}}
+    answer, arguments = {"role": "assistant", "tool_calls": [call]}, config.data.chat_template_kwargs
+    try:
+        before = render(tokenizer, messages, schemas, arguments)
+        text = render(tokenizer, [*messages, answer], schemas, arguments, answered=True)
+    except DataFailure:
+        return ""
+    same = next((place for place, letter in enumerate(before) if text[place : place + 1] != letter), len(before))
+    return text[same:]

@@ -10,7 +10,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
 
 from engine.errors import DataFailure, message_of, suggestion
 from engine.trajectory import Prompt
@@ -30,16 +32,18 @@ def content_of(message: Message) -> str:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a tool call, parsed if they are JSON in a string; otherwise unchanged."""
+    """Arguments of a tool call, parsed if they are JSON in a string; `{}` for null and an empty text; otherwise
+    unchanged."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+        parsed = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or None
+    except (ValueError, RecursionError):
         return arguments
+    return {} if parsed is None else parsed
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """A message in the form that chat templates expect: text as content, parsed arguments of tool calls."""
-    plain = {name: value for name, value in message.items() if value is not None}
+    """A message in one form: text as content, and calls as OpenAI writes them, with their arguments as given."""
+    plain = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
     plain["content"] = content_of(message)
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
@@ -47,10 +51,9 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    if "function" not in call:
-        return {**call, "arguments": parsed_arguments(call.get("arguments", {}))}
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": parsed_arguments(function.get("arguments", {}))}}
+    given = {name: value for name, value in call.items() if value is not None}
+    function = given.get("function") or {name: given.pop(name) for name in ("name", "arguments") if name in given}
+    return {"type": "function", **given, "function": {**function, "arguments": function.get("arguments")}}
 
 
 def problem_of(messages: Any, name: str) -> str:
@@ -117,25 +120,123 @@ def render(
     template_kwargs: Mapping[str, Any] | None = None,
     *,
     answered: bool = False,
+    whole: bool = True,
 ) -> str:
     """Render messages as the text that the model continues. `answered`: the messages already contain the answer, so do
-    not add the beginning of one.
+    not add the beginning of one. `whole`: refuse to leave anything out.
 
-    Raises: `DataFailure` if there is no template, or it raises on these messages.
+    Raises: `DataFailure` if there is no template, or if it raises on these messages, or leaves out the text of one or
+    a call, in every form that it may expect.
     """
     if not has_template(tokenizer):
         raise DataFailure("the model's tokenizer has no chat template: messages cannot be rendered")
+    plain = [plain_message(message) for message in messages]
+    others: list[Any] = [list(tools) if tools else None, dict(template_kwargs or {}), answered]
+    probe = json.dumps([*_probed(plain), *others], default=str)
+    form, lost = _fitting_form(tokenizer, json.dumps(tokenizer.chat_template), probe)
+    if lost and whole:
+        raise DataFailure(f"the chat template leaves out {lost}")
+    return _written(tokenizer, plain, form, *others)
+
+
+def _written(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    form: "Form",
+    tools: list[Tool] | None,
+    template_kwargs: Mapping[str, Any],
+    answered: bool,
+) -> str:
+    """Raises: `DataFailure` if the template raises."""
+    formed = [_formed(message, form) for message in messages]
     try:
-        rendered: str = tokenizer.apply_chat_template(
-            [plain_message(message) for message in messages],
-            tools=list(tools) if tools else None,
-            add_generation_prompt=not answered,
-            tokenize=False,
-            **(template_kwargs or {}),
+        text: str = tokenizer.apply_chat_template(
+            formed, tools=tools, add_generation_prompt=not answered, tokenize=False, **template_kwargs
         )
     except Exception as error:
         raise DataFailure(f"the chat template refuses these messages: {message_of(error)}") from error
-    return rendered
+    return text
+
+
+# -- forms of messages -------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """How a template expects messages with tool calls."""
+
+    parsed: bool
+    """Whether arguments are mappings, and not JSON texts. Templates that take the one may write the other wrongly."""
+    empty: bool
+    """Whether a message of calls only has an empty text as its content, and not None."""
+    nested: bool
+    """Whether name and arguments are under `function`."""
+
+
+FORMS = tuple(Form(*one) for one in product((True, False), repeat=3))
+"""In the order in which they are tried: most templates take the first."""
+MOST_PROBES = 1024
+"""Maximum number of kinds of chats whose form is cached."""
+_REASONING = re.compile(r".*(</[\w:]*think\w*>|\[/THINK\])", re.DOTALL)
+"""The part of an answer that templates may leave out."""
+
+
+def _formed(message: Message, form: Form) -> dict[str, Any]:
+    """A plain message in a form."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        given, function = call["function"]["arguments"], call["function"]
+        parsed = parsed_arguments(given)
+        text = given if isinstance(given, str) and parsed else json.dumps(parsed, ensure_ascii=False)
+        function = {**function, "arguments": parsed if form.parsed else text}
+        calls.append({**call, "function": function} if form.nested else function)
+    silent = calls and not form.empty and not _REASONING.sub("", message["content"]).strip()
+    return {**message, **({"tool_calls": calls} if calls else {}), **({"content": None} if silent else {})}
+
+
+def _probed(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
+    """Plain messages with a word in place of each text, name of a call and argument; what each word stands for; and
+    texts that show wrong arguments: a mapping as Python writes it, and JSON of a text of JSON."""
+    probes, words, wrong = list[dict[str, Any]](), dict[str, str](), list[str]()
+    for number, message in enumerate(messages, start=1):
+        of, calls = f"message {number} ({message.get('role')})", []
+        thought = _REASONING.match(message["content"]) if message.get("role") == "assistant" else None
+        content = "" if thought is None else f"<think>xTHOUGHTx{thought[1]}"
+        if message["content"][0 if thought is None else thought.end() :].strip():
+            content += f"xTEXT{number}x"
+            words[f"xTEXT{number}x"] = f"the text of {of}"
+        for place, call in enumerate(message.get("tool_calls", ())):
+            word, function = f"x{number}CALL{place}x", call["function"]
+            words[word] = f"the call of {function['name']!r} in {of}"
+            given = parsed_arguments(function["arguments"])
+            values = {key: f"{word}VALUE{index}x" for index, key in enumerate(given if isinstance(given, dict) else ())}
+            words |= {value: f"the argument {key!r} of {function['name']!r} in {of}" for key, value in values.items()}
+            wrong += [repr(values), json.dumps(json.dumps(values))[1:-1]] if values else []
+            calls.append({**call, "function": {**function, "name": word, "arguments": values}})
+        probes.append({**message, "content": content, **({"tool_calls": calls} if calls else {})})
+    return probes, words, wrong
+
+
+@lru_cache(maxsize=MOST_PROBES)
+def _fitting_form(tokenizer: Any, template: str, probe: str) -> tuple[Form, str]:
+    """The first form in which the template writes every word of a probe, and "". If there is none: the one in which it
+    leaves out least, and the first thing that it leaves out. `template`: only to tell its probes from others."""
+    messages, words, wrong, *others = json.loads(probe)
+    found: list[tuple[int, Form, str]] = []
+    for form in FORMS if any("tool_calls" in message for message in messages) else FORMS[:1]:
+        try:
+            text = _written(tokenizer, messages, form, *others)
+        except DataFailure:
+            continue
+        lost = [meaning for word, meaning in words.items() if word not in text]
+        lost += ["the right form of arguments"] if any(one in text for one in wrong) else []
+        if not lost:
+            return form, ""
+        found.append((len(lost), form, lost[0]))
+    _, form, first = min(found, key=lambda one: one[0], default=(0, FORMS[0], ""))
+    return form, first
+
+
+# -- ends of turns -----------------------------------------------------------------------------------------------------
 
 
 ANSWER = "xANSWERx"

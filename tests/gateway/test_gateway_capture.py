@@ -126,6 +126,22 @@ def test_two_conversations_under_one_key_are_kept_apart() -> None:
 SPACED = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
 
 
+@pytest.mark.parametrize("sent", [None, "", "{}", {}])
+def test_a_call_without_arguments_continues_in_every_form(sent: Any) -> None:
+    said = FixedAnswers('<tool_call>{"name": "sum", "arguments": ""}</tool_call><end>', "3<end>")
+
+    async def agent(client: AsyncOpenAI, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        (call,) = (await ask(client, messages, tools=[SUM])).choices[0].message.tool_calls
+        assert call.function.arguments == "{}"
+        messages[1]["tool_calls"][0]["function"]["arguments"] = sent
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        await ask(client, messages, tools=[SUM])
+
+    (only,) = run(one_group(agent, said, max_tokens=90))
+    assert [mask for mask, _ in runs_of(only)] == [1, 0, 1]
+
+
 def test_agents_and_parsers_read_markers_that_are_special_tokens() -> None:
     special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     said = FixedAnswers(f"<think>so</think>{SPACED}", "<think>3</think><end>", special=special)

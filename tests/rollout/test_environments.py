@@ -122,6 +122,16 @@ def test_parsers_environments_and_rewards_read_markers_that_are_special_tokens()
     assert response_text([one]) == one.text
 
 
+def test_a_call_continues_where_the_template_writes_calls_only_without_content() -> None:
+    strict = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ c.type + c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}<end>"
+        "{% endfor %}[assistant]"
+    )
+    one = only(Adder, call("add", a=1, b=2), "3<end>", template=strict)
+    assert runs_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
+
+
 def test_a_template_that_refuses_results_without_their_call_gets_the_call() -> None:
     strict = "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
     strict += "{{ raise_exception('no call') }}{% endif %}{% endfor %}" + TEMPLATE

@@ -434,7 +434,7 @@ def _written_after(
         *others, last = calls
         function = {"name": last.get("function", last)["name"], "arguments": {"mark": mark}}
         marked = {**marked, "tool_calls": [*others, {**last, "function": function}]}
-    text = renderer.template([*before, marked, *added], tools)
+    text = renderer.template([*before, marked, *added], tools, whole=False)  # the answer is captured already
     _, found, tail = text.rpartition(mark)
     if not found or not tail:
         return None
@@ -448,7 +448,7 @@ def key_of(message: Message) -> object:
     """The key of a message: its role, its text without surrounding white space, and its tool calls. Messages with equal
     keys are the same answer."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [(function["name"], parsed_arguments(function["arguments"])) for function in functions]
+    calls = [(function["name"], parsed_arguments(function.get("arguments"))) for function in functions]
     return message.get("role"), content_of(message).strip(), calls
 
 
@@ -482,9 +482,11 @@ class Chat:
     def has_template(self) -> bool:
         return has_template(self._tokenizer)
 
-    def template(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Messages as the text that the model continues from. Raises: `DataFailure` where the template refuses them."""
-        return render(self._tokenizer, messages, tools, self._template_kwargs)
+    def template(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, whole: bool = True
+    ) -> str:
+        """Messages as the text that the model continues from. See `render`."""
+        return render(self._tokenizer, messages, tools, self._template_kwargs, whole=whole)
 
     def encode(self, text: str, begins: bool) -> list[int]:
         """Ids of a plain text. If it begins a sequence, the tokenizer adds its special tokens."""

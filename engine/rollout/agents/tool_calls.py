@@ -76,7 +76,9 @@ def _json_call(text: str, required: bool = False) -> ParsedCall | None:
         return None
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         return None
-    given: Any = next((said[name] for name in _ARGUMENTS if name in said), None if required else {})
+    names = [name for name in _ARGUMENTS if name in said]
+    given = said[names[0]] if names else None if required else {}
+    given = {} if names and given in (None, "") else given
     return ParsedCall(said["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
 
 
@@ -168,7 +170,7 @@ def calls_of(parser: Parser, text: str, tools: Sequence[Mapping[str, Any]]) -> t
     """The text of an answer without its calls, and the calls. Their arguments have the types that the schemas of the
     tools ask for."""
     left, calls = parser(text)
-    return left, [_typed(call, tools) for call in calls]
+    return left, [_typed(call if call.arguments else call._replace(arguments="{}"), tools) for call in calls]
 
 
 def _typed(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> ParsedCall:
