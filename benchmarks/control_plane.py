@@ -26,7 +26,8 @@ from typing import Any
 
 import ray
 
-from engine.actors.launch import connect, start
+from engine.actors.launch import start
+from engine.actors.private_cluster import connect
 from engine.ids import ReplicaId
 from engine.protocols import Batch, Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response

@@ -91,7 +91,7 @@ def main() -> None:
         return
     import ray
 
-    from engine.actors.launch import connect
+    from engine.actors.private_cluster import connect
 
     connect()
     try:

@@ -36,7 +36,8 @@ from typing import Any
 
 import psutil
 
-from engine.actors.launch import connect, start
+from engine.actors.launch import start
+from engine.actors.private_cluster import connect
 from engine.config import Config, load_config, parse_config
 from engine.ids import ReplicaId
 from engine.metrics.status import Status

@@ -24,7 +24,7 @@ import ray
 import torch
 from trainer import make_model
 
-from engine.actors.launch import connect
+from engine.actors.private_cluster import connect
 from engine.actors.store_actors import RemoteWeights, WeightsStoreActor
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.rollout.sent_weights import Turn

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from engine.config.paths import RUNS
 from engine.errors import ConfigError, RunFailed, suggestion
 from engine.extras import require_packages
+from engine.record.files import write_private
 
 if TYPE_CHECKING:
     from engine.cli.run import Mode
@@ -70,12 +71,16 @@ class TrainedRun:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """One row for each train step, as in metrics.jsonl."""
-        return [row for row in self._rows() if "validation" not in row]
+        from engine.metrics.journal import step_rows
+
+        return step_rows(self._directory.metrics)
 
     @property
     def validations(self) -> list[dict[str, Any]]:
         """One row for each validation, as in metrics.jsonl."""
-        return [row for row in self._rows() if "validation" in row]
+        from engine.metrics.journal import validation_rows
+
+        return [*validation_rows(self._directory.metrics)]
 
     def samples(
         self, *, validation: bool = False, failed: bool = False, filtered: bool = False
@@ -100,10 +105,6 @@ class TrainedRun:
         from engine.storage.run_directory import RunDirectory
 
         return RunDirectory(self.run_dir)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        file = self._directory.metrics
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def train(
@@ -381,7 +382,7 @@ def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str |
     path = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     made += [one for one in (*reversed(path.parents), path) if not one.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_private(path, text)
     return str(path)
 
 
@@ -422,11 +423,9 @@ def _check(config: "Config", local: "Local") -> None:
     """Run the checks of `engine run`, and print their warnings. Raises: `ConfigError`."""
     from engine.config import check_config
     from engine.config.inputs import check_inputs
-    from engine.metrics.listening_address import check_address
     from engine.metrics.sinks import check_sinks
 
     check_sinks(list(config.metrics.sinks.chosen()))
     for line in (*check_config(config, local), *check_inputs(config, local=local)):
         if not line.startswith("ok:"):
             print(line)
-    check_address(config.metrics.host, config.metrics.port)

@@ -120,7 +120,7 @@ def cluster() -> Iterator[None]:
     import ray
     from forked_workers import MODEL, forked_workers
 
-    from engine.actors.launch import connect
+    from engine.actors.private_cluster import connect
 
     with forked_workers(*MODEL):
         connect()

@@ -16,17 +16,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray._private.authentication import authentication_token_setup as authentication
+from ray._private.runtime_env import packaging
+from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine.config import Config
 from engine.config.cluster import AUTO
 from engine.config.paths import paths_in
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.version import __version__
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 """Seconds within which a cluster must answer."""
@@ -66,14 +71,16 @@ def join_cluster(config: Config, note: Callable[[str], None]) -> None:
     refuse_versions(field, given, {"the cluster": versions})
     note(f"Joining the Ray cluster at {address}")
     if mode == "token":
-        from ray._private.authentication.authentication_token_setup import _enable_token_auth
-
-        _enable_token_auth()
+        os.environ["RAY_AUTH_MODE"] = "token"
+    reload_token()
+    sent = runtime_env(config)
     try:
-        initialize_ray(address=given, runtime_env=runtime_env(config))
+        initialize_ray(address=given, runtime_env=sent)
+    except RuntimeEnvSetupError as error:
+        raise runtime_env_refusal(sent, error) from error
     except Exception as error:
         law = f"cannot be joined: {_reason(error)}"
-        fix = "run the command on a node of the cluster; check cluster.runtime_env"
+        fix = "run the command on a node of the cluster"
         raise ConfigError(field, given, law, fix) from error
     try:
         refuse_versions(field, given, {f"node {name}": seen for name, seen in _on_every_node(_versions()).items()})
@@ -213,6 +220,40 @@ def runtime_env(config: Config) -> dict[str, Any]:
         inputs = [f"/{path}" for path in paths if path != os.curdir and not path.startswith(os.pardir)]
         default = {"working_dir": code_dir, "excludes": [*EXCLUDES, *inputs]}
     return {name: value for name, value in {**default, **given}.items() if value is not None}
+
+
+SHOWN_FILES = 5
+"""Number of files that an error about the size of `working_dir` names."""
+
+
+def runtime_env_refusal(sent: Mapping[str, Any], error: RuntimeEnvSetupError) -> ConfigError:
+    """The error about a runtime environment that Ray could not set up. If `working_dir` is too large, names its largest
+    files."""
+    directory = sent.get("working_dir")
+    if not isinstance(directory, str) or not os.path.isdir(directory) or "exceeds the maximum size" not in str(error):
+        fix = "check cluster.runtime_env"
+        return ConfigError("cluster.runtime_env", dict(sent), f"cannot be set up: {_reason(error)}", fix)
+    root, sizes = Path(directory).absolute(), list[tuple[int, str]]()
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            sizes.append((path.stat().st_size, str(path.relative_to(root))))
+
+    excludes = [packaging._get_excludes(root, list(sent.get("excludes", ())))]
+    packaging._dir_travel(root, excludes, note, include_gitignore=True, logger=log)
+    largest = ", ".join(f"{name} ({size / 1e6:.1f} MB)" for size, name in sorted(sizes, reverse=True)[:SHOWN_FILES])
+    law = (
+        f"has {sum(size for size, _ in sizes) / 1e6:.1f} MB in {counted(len(sizes), 'file')}, and Ray sends at most "
+        f"{packaging.GCS_STORAGE_MAX_SIZE / 1e6:.1f} MB, compressed, to the nodes; the largest: {largest}"
+    )
+    fix = "list what the nodes do not need in .rayignore there, or in excludes of cluster.runtime_env"
+    return ConfigError("working_dir of cluster.runtime_env", directory, law, fix)
+
+
+def reload_token() -> None:
+    """Have Ray read again from the environment whether it needs a token, and which."""
+    authentication.Config.initialize("")
+    authentication.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def initialize_ray(**options: Any) -> None:

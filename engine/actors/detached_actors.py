@@ -23,12 +23,14 @@ from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
 from engine.actors.placement import free_places
+from engine.control.proxies import exempt_own_servers
 from engine.errors import visible
 from engine.ids import Incarnation
 from engine.protocols.user_code import CALLS
 from engine.record.files import UMASK, make_directory, make_run_private, private_opener, write_private
 from engine.runtime.plan import Plan
 from engine.runtime.stacks import register_stacks, stacks_file
+from engine.runtime.temporary_paths import shorten_temporary_paths
 
 # -- the process of an actor -------------------------------------------------------------------------------------------
 
@@ -95,13 +97,15 @@ def let_blocks_grow() -> None:
 
 
 def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
-    """Set up threads, logs and stacks. Call it before torch is imported. `threads`: for OpenMP and MKL; 0: one per
-    core; None: unchanged. `private`: remove the permissions of others in the run's directory, and for the files that
-    this process writes."""
+    """Set up variables, threads, logs and stacks. Call it before torch is imported. `threads`: for OpenMP and MKL; 0:
+    one per core; None: unchanged. `private`: remove the permissions of others in the run's directory, and for the files
+    that this process writes."""
     if threads is not None:
         count = str(threads or os.cpu_count() or 1)
         os.environ.update(OMP_NUM_THREADS=count, MKL_NUM_THREADS=count)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    exempt_own_servers()
+    shorten_temporary_paths()
     if run_dir is None:
         return
     failure = make_run_private(run_dir) if private else None

@@ -8,7 +8,6 @@ resumes the run from its record. In the second case the new scheduler decides wh
 
 import dataclasses
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,16 +18,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from engine.actors.cluster import initialize_ray, join_cluster, require_shared_files
+from engine.actors.cluster import join_cluster, require_shared_files
 from engine.actors.detached_actors import PackedPlan, end_actors
 from engine.actors.failover import status_at_end
 from engine.actors.failures import Pulse, raised, unwrapped
-from engine.actors.launcher_watch import RayNode, SchedulerWatch, ray_processes, separate_sessions
+from engine.actors.launcher_watch import RayNode, SchedulerWatch, ray_processes
 from engine.actors.placement import on_this_node, with_gpus
+from engine.actors.private_cluster import connect
 from engine.actors.scheduler_actor import RelaunchNeeded, SchedulerActor, Traffic, Update
 from engine.config import Config
-from engine.config.hardware import object_store_limit
-from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
 from engine.errors import EngineError, RunFailed, RunFinished, clean, counted
 from engine.events import RunInterrupted
@@ -40,10 +38,6 @@ from engine.tasks.quickstart import Progress
 
 log = logging.getLogger(__name__)
 
-NICENESS = "RAY_worker_niceness"
-"""A setting of Ray, 15 by default. With other programs on the machine, actors would hardly run and miss heartbeats."""
-OBJECT_STORE_BYTES = 256 << 20
-"""Object store of a local cluster that `connect` starts without a given size."""
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that actors get to end by themselves."""
 RELAUNCH_DELAY_S = 5.0
@@ -146,20 +140,6 @@ class Launched:
         """Kill every actor of the run."""
         ray.kill(self.actor)
         end_actors(self.launch)
-
-
-def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
-    """Start a local cluster for this process. Actors request no CPU, so that any plan fits; Ray starts one process per
-    core at a time. The object store gets the given size or, with None or too large a size, the largest one allowed."""
-    limit = max(LEAST_STORE_BYTES, object_store_limit())
-    os.environ.setdefault(NICENESS, "0")
-    with separate_sessions():
-        initialize_ray(
-            address="local",
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            object_store_memory=limit if object_store_bytes is None else min(limit, object_store_bytes),
-        )
 
 
 class RunHandle:

@@ -32,9 +32,11 @@ from engine.cli.interrupts import (
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.recorded_run import record_errors, takes_run
 from engine.cli.run_state import require_address
+from engine.control.proxies import exempt_own_servers
 from engine.errors import ConfigError, EngineError, RecordDamaged, RecordError, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
 from engine.runtime.garbage_collection import rare_collection
+from engine.runtime.temporary_paths import shorten_temporary_paths
 from engine.version import __version__
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return INTERRUPTED
     use_plain_letters(sys.stdout)
+    exempt_own_servers()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
     try:
@@ -289,13 +292,12 @@ def _number(text: str) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
-    from engine.metrics.listening_address import check_address
     from engine.storage.checkpoints import check_first_checkpoint
 
     require_versions()
     config, lines = running.read_config(arguments)
-    for section in (config.metrics, config.control):
-        check_address(section.host, section.port, "metrics" if section is config.metrics else "control")
+    running.check_servers(config)
+    shorten_temporary_paths()
     for line in (*lines, *_proof(config)):
         print(visible(line))
     shown = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)

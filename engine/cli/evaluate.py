@@ -22,6 +22,8 @@ from engine.errors import ConfigError, EngineError
 from engine.metrics.health import failed_responses
 from engine.metrics.journal import FAILED_SHARE, metrics_in, plain
 from engine.metrics.status import read_status
+from engine.record.files import write_private
+from engine.runtime.temporary_paths import shorten_temporary_paths
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,7 +99,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     else:
         SampleFiles(target / FOLDER).merge(ended=True)
     results = results_of(row, subject, file, time.monotonic() - began)
-    (target / RESULTS).write_text(json.dumps(plain(results), indent=1) + "\n", encoding="utf-8")
+    write_private(target / RESULTS, json.dumps(plain(results), indent=1) + "\n")
     if arguments.json:
         print_json("evaluate", run_directory.RunDirectory(target).shown, results)
         return DONE
@@ -180,6 +182,7 @@ def subject_of(name: str) -> Subject:
 
 def _measured(plan: "Plan", console: Any) -> "RunResult":
     """Run the validation to its end, and show its progress on a terminal. After an interrupt, it closes everything."""
+    shorten_temporary_paths()
     with console.status("measuring") as spinner:
         return asyncio.run(_run(plan, lambda text: spinner.update(text or "measuring")))
 

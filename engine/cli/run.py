@@ -56,7 +56,6 @@ class Mode:
 def run(arguments: argparse.Namespace) -> int:
     """`engine run CONFIG`."""
     from engine.config.inputs import check_inputs
-    from engine.metrics.listening_address import check_address
     from engine.storage import run_directory
 
     output = cast(TextIO, Output(sys.stdout))
@@ -72,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"resume: the newest unfinished run of this configuration is {before.shown}")
                 return _resume(before, Path(arguments.config), arguments, interrupts)
             print("resume: no unfinished run of this configuration; starting a new one")
-        check_address(config.metrics.host, config.metrics.port)
         check_start(config)
         join(config)
         directory = run_directory.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
@@ -157,11 +155,25 @@ def _running(directory: "RunDirectory") -> ConfigError:
 
 
 def join(config: "Config") -> None:
-    """Join the cluster that the configuration or `RAY_ADDRESS` names, if any. Raises: `ConfigError`."""
+    """Check that the run's servers can listen, then join the cluster that the configuration or `RAY_ADDRESS` names, if
+    any. Raises: `ConfigError`."""
+    check_servers(config)
     if config.cluster.joined() is not None:
         from engine.actors.cluster import join_cluster
 
         join_cluster(config, partial(print, flush=True))
+
+
+def check_servers(config: "Config") -> None:
+    """Check that every server of a run can listen at its address. Raises: `ConfigError`."""
+    from engine.metrics.listening_address import check_addresses
+
+    servers = [("metrics", config.metrics.host, config.metrics.port)]
+    if config.control.enabled:
+        servers.append(("control", config.control.host, config.control.port))
+    if config.agent.on_gateway:
+        servers.append(("agent", config.agent.host, config.agent.port))
+    check_addresses(servers)
 
 
 def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunDirectory | None":

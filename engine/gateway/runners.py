@@ -20,7 +20,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
+from engine.control.proxies import exemption
 from engine.errors import DataFailure, EngineError, message_of, place_of
 from engine.protocols.user_code import awaited, stack_of
 from engine.protocols.user_values import checked_result
@@ -184,9 +186,11 @@ class CommandRunner:
             return await self._run({BASE_URL: base_url, API_KEY: key, PROMPT_FILE: file.name}, prompt)
 
     async def _run(self, variables: Mapping[str, str], prompt: Prompt) -> RolloutResult:
+        environment = {**self._environment, **variables}
+        environment |= exemption(environment, urlsplit(variables[BASE_URL]).hostname or "")
         try:
             process = subprocess.Popen(  # not asyncio's, which reaps the process before its group can be killed
-                self._command, env={**self._environment, **variables}, cwd=self._directory, stdin=subprocess.DEVNULL,
+                self._command, env=environment, cwd=self._directory, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
         except OSError as error:

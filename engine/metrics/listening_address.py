@@ -1,22 +1,27 @@
-"""The address at which an endpoint of a run listens, for metrics or control.
+"""The address at which a server of a run listens, for metrics, control or agents.
 
 The command line checks it before a run starts, without loading the server; the server opens it.
 """
 
 import errno
 import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
 
 from engine.errors import ConfigError
 
 
-def check_address(host: str, port: int, section: str = "metrics") -> None:
-    """Check that a run can listen at an address, without keeping it. `section`: of the configuration. Raises:
-    ConfigError."""
-    listen(host, port, section).close()
+def check_addresses(servers: Iterable[tuple[str, str, int]]) -> None:
+    """Check that a run can listen at all addresses together, without keeping them. `servers`: the section of each in
+    the configuration, its host and its port. Raises: ConfigError."""
+    with ExitStack() as opened:
+        for section, host, port in servers:
+            opened.enter_context(listen(host, port, section))
 
 
 def listen(host: str, port: int, section: str = "metrics") -> socket.socket:
-    """A socket that listens at an address; port 0: any free port. Raises: ConfigError."""
+    """A socket that listens at an address; port 0: any free port. `section`: of the configuration. Raises:
+    ConfigError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

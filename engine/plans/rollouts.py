@@ -15,6 +15,7 @@ from engine.config import Config
 from engine.config.episodes import parser_of, settings_of
 from engine.config.pools import rewarding
 from engine.config.prompts import renderer_of, stop_ids_of, text_ends_of
+from engine.control.proxies import exempt_own_servers
 from engine.errors import ConfigError
 from engine.gateway.agents import GatewayParts
 from engine.gateway.openai_format import MOST_TOP_LOGPROBS
@@ -92,6 +93,7 @@ def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = N
     from transformers import AutoConfig, AutoTokenizer
 
     agent = config.agent
+    exempt_own_servers(agent.host)  # before the agent's module is imported, which may make a client
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     context = config.rollout.context or getattr(
         AutoConfig.from_pretrained(model, trust_remote_code=False), "max_position_embeddings", None

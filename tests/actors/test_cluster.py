@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.runtime_env import packaging
+from ray.exceptions import RuntimeEnvSetupError
 
 from engine import __version__
-from engine.actors.cluster import find_cluster, refuse_missing, refuse_versions, runtime_env
+from engine.actors.cluster import find_cluster, refuse_missing, refuse_versions, runtime_env, runtime_env_refusal
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 
@@ -69,6 +71,23 @@ def test_the_nodes_get_the_users_code_without_runs_and_inputs(tmp_path: Path) ->
     assert (sent["working_dir"], sent["env_vars"]) == (str(tmp_path), {"A": "1"})
     assert {"/runs", "/models/m", "/train.jsonl", ".venv"} <= set(sent["excludes"])
     assert not any("far" in pattern or pattern in ("/", "/.") for pattern in sent["excludes"])
+
+
+def test_code_that_is_too_large_for_the_nodes_is_named_by_its_largest_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in {"a.py": 9, "data/large.bin": 4_000_000, "data/small.bin": 2_000_000, "runs/old.pt": 9}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 1_000_000)
+    with pytest.raises(ValueError) as large:  # as for a directory of this size
+        packaging.upload_package_to_gcs("gcs://package.zip", bytes(1_000_001))
+    error = RuntimeEnvSetupError(f"Failed to upload working_dir {tmp_path} to the Ray cluster: {large.value}")
+    said = str(runtime_env_refusal({"working_dir": str(tmp_path), "excludes": ["/runs"]}, error))
+    assert said.startswith(f"working_dir of cluster.runtime_env '{tmp_path}' has 6.0 MB in 3 files, and Ray sends at")
+    assert "the largest: data/large.bin (4.0 MB), data/small.bin (2.0 MB), a.py" in said and ".rayignore" in said
+    other = str(runtime_env_refusal({"pip": ["none"]}, RuntimeEnvSetupError("no such package")))
+    assert other.startswith("cluster.runtime_env {'pip': ['none']} cannot be set up:") and "no such package" in other
 
 
 def test_what_the_nodes_get_can_be_chosen() -> None:

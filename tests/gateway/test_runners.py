@@ -60,6 +60,11 @@ def test_a_program_gets_the_model_the_prompt_and_no_secrets(tmp_path: Path, monk
     assert not Path(said["file"]).exists(), "the file of an agent that has ended"
 
 
+def test_a_program_behind_a_proxy_reaches_the_gateway_directly(tmp_path: Path) -> None:
+    said = shown(tmp_path, environment={"HTTPS_PROXY": "http://proxy:8080", "NO_PROXY": "example.org"})
+    assert said["env"]["no_proxy"] == said["env"]["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1,here"
+
+
 def test_agent_env_adds_variables_with_a_value_or_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEARCH_API_KEY", "for the agent")
     env = {"MODE": "fast", "SEARCH_API_KEY": None}

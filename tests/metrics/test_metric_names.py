@@ -16,7 +16,7 @@ from engine import events as fact
 from engine.errors import ConfigError
 from engine.metrics.document import PAGE, TABLE, up_to_date
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.listening_address import check_address
+from engine.metrics.listening_address import check_addresses
 from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.names import FIGURES_KEPT, METRICS, REWARD_FUNCTIONS_KEPT, REWARD_HISTOGRAM, Metric
 from engine.reward_histogram import BOUNDS, HISTOGRAMS, histogram_of
@@ -250,7 +250,10 @@ def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "no host", "a..b", "203.0.113.7"])
 def test_a_host_that_is_not_of_this_machine_is_refused(host: str) -> None:
-    for refuse in (lambda: MetricsServer(registry(steady_world().metrics), host=host), lambda: check_address(host, 0)):
+    for refuse in (
+        lambda: MetricsServer(registry(steady_world().metrics), host=host),
+        lambda: check_addresses([("metrics", host, 0)]),
+    ):
         with pytest.raises(ConfigError, match=rf"metrics.host '{host}' .*use 127.0.0.1 for this machine alone"):
             refuse()
 
@@ -258,11 +261,14 @@ def test_a_host_that_is_not_of_this_machine_is_refused(host: str) -> None:
 def test_a_port_in_use_is_refused_and_a_check_leaves_it_free() -> None:
     own = registry(steady_world().metrics)
     first = MetricsServer(own)
-    for refuse in (lambda: check_address("127.0.0.1", first.port), lambda: MetricsServer(own, port=first.port)):
+    taken = ("metrics", "127.0.0.1", first.port)
+    for refuse in (lambda: check_addresses([taken]), lambda: MetricsServer(own, port=first.port)):
         with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
             refuse()
     first.close()
-    check_address("127.0.0.1", first.port)
+    check_addresses([taken])
+    with pytest.raises(ConfigError, match=rf"control.port {first.port} .*use 0 for any free port"):
+        check_addresses([taken, ("control", "127.0.0.1", first.port)])
     again = MetricsServer(own, port=first.port)
     again.close()
     again.close()

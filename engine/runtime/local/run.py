@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
+from engine.control.proxies import exempt_own_servers
 from engine.control.requests import MOST_REPLICAS
 from engine.errors import ConfigError, EngineError, RunFailed, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
-from engine.metrics.listening_address import check_address
+from engine.metrics.listening_address import check_addresses
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
 from engine.protocols import Generator, Restorable, Scorer, Trainer
@@ -197,10 +198,10 @@ class LocalRun:
 
     def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
         """`can_make`: whether another incarnation of a replica can be made."""
+        exempt_own_servers()
         prompts = plan.make_prompts()
-        for port in (plan.metrics_port, plan.control_port):
-            if port is not None:
-                check_address(plan.metrics_host, port)
+        ports = [("metrics", plan.metrics_host, plan.metrics_port), ("control", plan.control_host, plan.control_port)]
+        check_addresses((section, host, port) for section, host, port in ports if port is not None)
         if plan.run_dir is not None:
             (make_run_private if plan.resume else make_run_directory)(plan.run_dir)
             _tell_missing_package(plan)
