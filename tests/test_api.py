@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from engine.actors.detached_actors import PackedPlan
 from engine.api import TrainedRun, configured, resumption
 from engine.cli import main
 from engine.config.inputs import check_inputs
+from engine.metrics.journal import line_of
 from engine.plans.configured_plan import plan_of
 from engine.protocols.named_code import name_of
 from engine.runtime.local import run_plan
@@ -102,12 +104,13 @@ def test_an_importable_reward_goes_by_its_name_so_that_the_run_can_be_resumed(mo
     assert config.run.epochs == 1, "one pass"
     assert configured(model, ROWS, "my_rewards:score")[0].reward.function == "my_rewards:score"
     again = configured(model, ROWS, exact_match)[0].data.path
-    assert again == config.data.path and again is not None and Path(again).is_file()
+    assert again == config.data.path and again is not None
+    assert stat.S_IMODE(Path(again).stat().st_mode) == 0o600
 
 
 def test_metrics_are_a_data_frame_where_pandas_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"step": 0, "loss": 2.0}, {"validation": 0, "steps": 0}, {"step": 1, "loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(line_of, rows)))
     run = TrainedRun(tmp_path, "finished")
     assert run.steps == [rows[0], rows[2]] and run.validations == [rows[1]]
     assert list(run.metrics["loss"]) == [2.0, 1.0]

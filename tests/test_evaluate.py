@@ -1,6 +1,7 @@
 """`engine evaluate`: the figures of a model, what is written, and what is refused."""
 
 import json
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine import cli
 from engine.cli.evaluate import Subject, subject_of
 from engine.config.evaluation import load_evaluation
 from engine.metrics.intervals import estimates
+from engine.metrics.journal import line_of
 from engine.record import read, replay
 from engine.states.limits import ValidationSet
 from engine.states.validation_figures import Response, figures
@@ -73,6 +75,7 @@ def test_the_figures_are_those_of_the_responses_that_are_kept(model: str, projec
     assert cli.main(["evaluate", model, "eval.yaml", "--to", "results", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     results = json.loads((project / "results/results.json").read_text())
+    assert stat.S_IMODE((project / "results/results.json").stat().st_mode) == 0o600
     assert printed == {"command": "evaluate", "run": "results", **results}
     assert (printed["rows"], printed["measured"], printed["steps"]) == (3 + 3 * 4, 15, None)
     rows = list(SampleFiles(project / "results" / FOLDER).rows(VALIDATION))
@@ -198,9 +201,8 @@ def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Pat
     assert subject_of("mine").steps == subject_of("mine@step-4").steps == 4
     assert subject_of("mine").config == str(checkpoints.parent / "config.yaml")
     (checkpoints.parent / "config.yaml").write_text("trainer: {keep_best: {metric: accuracy}}")
-    (checkpoints.parent / "metrics.jsonl").write_text(
-        '{"validation": 0, "steps": 4, "outcome": "reported", "accuracy": 0.5}\n'
-    )
+    row = {"validation": 0, "steps": 4, "outcome": "reported", "accuracy": 0.5}
+    (checkpoints.parent / "metrics.jsonl").write_bytes(line_of(row))
     assert subject_of("mine@best").steps == 4
 
 

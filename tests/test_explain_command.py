@@ -16,6 +16,7 @@ from engine.cli.recorded_run import HISTORY_OBJECTS
 from engine.cli.run_view import summary
 from engine.cli.top import screen
 from engine.inspect import history_reader
+from engine.metrics.journal import line_of
 from engine.metrics.status import read_status
 from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE
@@ -81,7 +82,7 @@ def test_a_run_without_an_end_is_explained_up_to_its_last_event(tmp_path: Path, 
 
 def test_what_ruins_the_training_is_said_before_the_advice(run: Path, capsys: Capture) -> None:
     rows = [{"step": step, "truncated_share": 0.9} for step in range(6)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "metrics.jsonl").write_bytes(b"".join(map(line_of, rows)))
     assert cli.main(["explain", str(run)]) == 0
     assert "were cut off: raise rollout.max_tokens" in capsys.readouterr().out.partition("\nadvice\n")[0]
     assert cli.main(["explain", str(run), "--json"]) == 0

@@ -18,6 +18,7 @@ from engine.cli.run import read_config
 from engine.config import Config
 from engine.config.inputs import check_inputs
 from engine.errors import ConfigError
+from engine.metrics.journal import line_of
 from engine.plans.configured_plan import check_plan, plan_of
 from engine.runtime.local import run_plan
 from engine.runtime.plan import Plan
@@ -102,7 +103,7 @@ def test_the_best_and_the_newest_checkpoint_go_by_the_same_names_everywhere(
     assert "trainer.keep_best is not set; name a checkpoint by its steps" in capsys.readouterr().err
     (runs / "first" / "config.yaml").write_text("trainer: {keep_best: {metric: accuracy}}")
     rows = [{"validation": at, "steps": at, "outcome": "reported", "accuracy": 1 / at} for at in (1, 2)]
-    write_rows(runs / "first" / "metrics.jsonl", *rows)
+    (runs / "first" / "metrics.jsonl").write_bytes(b"".join(map(line_of, rows)))
     (runs / "first").rename(runs / "me@work")  # the path of a run may contain an @
     for name, steps in {"me@work": 2, "me@work@best": 1, "me@work@step-2": 2}.items():
         assert begun_with(name) == str(runs / "me@work" / "checkpoints" / f"step-{steps:06d}")

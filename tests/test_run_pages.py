@@ -19,7 +19,7 @@ from engine.events import GroupGenerated, SettingChanged
 from engine.inspect import open_record
 from engine.inspect.run_figures import curves
 from engine.inspect.schedule_difference import schedule_difference
-from engine.metrics.journal import Journal
+from engine.metrics.journal import Journal, line_of
 from engine.record import Header, Recorder
 from engine.record.files import RecordLock
 from engine.runtime.run_history import require_unfinished
@@ -235,7 +235,7 @@ def test_a_page_hides_secrets_of_a_configuration(capsys: Capture) -> None:
 def test_a_curve_takes_one_line_in_a_narrow_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"step": step, "reward_mean": 0.1, "loss": -1.2345e-05 * step} for step in range(100)]
     metrics = make_run("one") / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics.write_bytes(b"".join(map(line_of, rows)))
     monkeypatch.setenv("COLUMNS", "80")
     page = said(capsys, "show", "one").partition("curves over train steps")[2].partition("\n\n")[0].strip()
     assert [line.split()[0] for line in page.splitlines()] == ["figure", "reward", "loss"]

@@ -11,6 +11,7 @@ import pytest
 from engine import cli
 from engine.cli.json_output import json_line
 from engine.cli.samples import ranges
+from engine.metrics.journal import line_of
 from engine.record.files import RecordLock
 from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles, SampleRow
 
@@ -30,8 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for validation in (0, 1, 2):
         files.write_chunk(validation, 0, [of_validation(validation, row) for row in range(3)])
     rows = [{"step": 0}, *({"validation": number, "steps": 4 * number} for number in (0, 1))]
-    lines = [json.dumps(row) for row in rows]
-    (directory / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 1']))
+    (directory / "metrics.jsonl").write_bytes(b"".join(map(line_of, rows)) + b'{"step": 1')
     return directory
 
 

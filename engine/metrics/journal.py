@@ -1,8 +1,8 @@
 """The rows of train steps and validations, and `metrics.jsonl`: one complete line of JSON for each.
 
 `collector.RunMetrics` writes it for the user's tools. Every line is standard JSON: a number that is not finite is
-written as null. The row of a validation has `sets`: by the name of the set, each figure with the ends of its 95 %
-confidence interval.
+written as null. Each line also has a checksum of its row (`record.checked_lines`). The row of a validation has `sets`:
+by the name of the set, each figure with the ends of its 95 % confidence interval.
 
     {"math": {"prompts": 30, "failed_share": 0.0, "pass@4": 0.8, "pass@4_low": 0.63, "pass@4_high": 0.9, ...}}
 """
@@ -23,6 +23,7 @@ from engine.errors import FULL, ConfigError, StorageFull
 from engine.ids import StepId, Version
 from engine.metrics.health import START, WINDOW
 from engine.metrics.intervals import Estimate
+from engine.record.checked_lines import checked_line, object_of
 from engine.record.files import open_private, private_opener
 from engine.states.step import STEP, Step
 
@@ -40,14 +41,18 @@ class Journal:
         self._file = open_private(self.path, "ab")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        line = json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n"
-        left = memoryview(line.encode("utf-8", "replace"))
+        left = memoryview(line_of(row))
         with room_for(self.path):
             while left:
                 left = left[self._file.write(left) :]
 
     def close(self) -> None:
         self._file.close()
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """The line of a row in the file."""
+    return checked_line(json.dumps(plain(row), allow_nan=False, ensure_ascii=False))
 
 
 @contextmanager
@@ -79,18 +84,18 @@ def keep_rows(
     kept, loses = [], False
     for number, line in enumerate(lines[:-1], start=1):  # text after the last line end is incomplete
         try:
-            row = json.loads(line)
+            row = object_of(line)
             stays = keep(row)
             kept += [row] if stays else []
             loses |= not stays and not again(row)
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             loses = True
             complain(f"{path}: line {number} is not a row of metrics and is removed: {error}")
     temporary = path.with_name(path.name + ".tmp")
-    with room_for(path), open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
+    with room_for(path), open(temporary, "wb", opener=private_opener) as file:
         if aside is not None and loses:
             shutil.copyfile(path, aside)
-        file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
+        file.writelines(map(line_of, kept))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -152,10 +157,10 @@ def rows_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The rows among lines of text, without those that are incomplete or damaged."""
     for line in lines:
         try:
-            row = json.loads(line)
+            row = object_of(line)
         except (ValueError, RecursionError):
             continue  # a line that is being written, or that a crash of the machine damaged
-        if isinstance(row, dict) and all(isinstance(row[key], int) for key in NUMBERS if key in row):
+        if all(isinstance(row[key], int) for key in NUMBERS if key in row):
             yield row
 
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, get_args, get_origin, get_type_
 
 from engine.errors import RunDamaged, reason_of
 from engine.ids import GroupId, StepId, ValidationId, Version
+from engine.record.checked_lines import checked_line, object_of
 from engine.record.files import make_directory, private_opener
 from engine.storage.checkpoints import name_aside
 
@@ -224,9 +225,9 @@ class SampleFiles:
         return [found for name in sorted(os.listdir(self.directory)) if (found := FileName.of(name)) is not None]
 
     def _write(self, name: str, rows: Sequence[SampleRow]) -> None:
-        lines = [json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows]
+        lines = [checked_line(json.dumps(_plain(row), ensure_ascii=False)) for row in rows]
         with self._replaced(name) as file:
-            file.write("".join(lines).encode())
+            file.writelines(lines)
 
     def _merge(self, kind: str, block: int, singles: Sequence["FileName"]) -> None:
         """The rows of single files replace the rows of the same units in the merged file. The single files are deleted
@@ -246,7 +247,8 @@ class SampleFiles:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with self._replaced(name) as file, pq.ParquetWriter(file, schema(), compression="zstd") as writer:
+        options: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
+        with self._replaced(name) as file, pq.ParquetWriter(file, schema(), **options) as writer:
             while some := [*islice(rows, ROWS_AT_ONCE)]:
                 writer.write_table(pa.Table.from_pylist(some, schema()))
 
@@ -305,7 +307,7 @@ def _rows_in(directory: Path, found: "FileName", columns: Iterable[str] = COLUMN
 
     path = directory / found.name
     try:
-        for row in _rows_of_merged(path) if found.merged else map(json.loads, path.read_bytes().splitlines()):
+        for row in _rows_of_merged(path) if found.merged else map(object_of, path.read_bytes().splitlines()):
             yield {name: row.get(name) for name in columns}
     except FileNotFoundError:
         raise
@@ -317,7 +319,7 @@ def _rows_of_merged(path: Path) -> Iterator[dict[str, Any]]:
     """Reads one row group at a time."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         for group in range(file.num_row_groups):
             yield from file.read_row_group(group).to_pylist()
 

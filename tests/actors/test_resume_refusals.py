@@ -1,7 +1,6 @@
 """A resume that finds something missing names it and changes nothing; only `--force-from` continues with less, and it
 puts aside what it gives up."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from ray_plans import Mortal, plan, restore_mortal
 from test_run_recovery import SAVED, TRAINED, Scene
 
 from engine.errors import RecordError, RunDamaged
+from engine.metrics.journal import line_of
 from engine.record.segment_log import Index, seal_of, store_index
 from engine.runtime.run_history import history_of
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
@@ -191,7 +191,7 @@ def test_a_resume_that_sets_data_aside_deletes_what_earlier_ones_set_aside(scene
 
 def test_rows_of_steps_that_the_record_does_not_know_are_copied_aside(scene: Scene) -> None:
     path = scene.directory.parent / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "optimizer_steps": 2}) + "\n" for step in range(TRAINED + 5)))
+    path.write_bytes(b"".join(line_of({"step": step, "optimizer_steps": 2}) for step in range(TRAINED + 5)))
     whole = path.read_text()
     history = scene.history()
     assert history.event(replicas=1).kept

@@ -10,6 +10,7 @@ from ray_plans import Mortal, events_of, plan, restore_mortal
 
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import PrefixStored, RunInterrupted, StepTrained
+from engine.metrics.journal import line_of
 from engine.record import read, replay
 from engine.record.segment_log import Index, store_index
 from engine.runtime.local import response
@@ -56,7 +57,7 @@ class Scene:
             trainer.steps = steps
             save_checkpoint(trainer, run_dir / "checkpoints", steps)
         rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED - 1)]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run_dir / "metrics.jsonl").write_bytes(b"".join(map(line_of, rows)))
 
     def write_record(self) -> None:
         path = self.directory.parent / "schedule" / "00000000.seg"
@@ -123,7 +124,7 @@ def test_a_step_whose_row_is_there_is_not_reported_again_unless_it_is_under_way(
     scene.fill()
     path = scene.directory.parent / "metrics.jsonl"
     rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED + 1)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_bytes(b"".join(map(line_of, rows)))
     (redo,) = scene.history().restore.redo
     assert not redo.reports
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(TRAINED))

@@ -15,10 +15,11 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
-from engine.metrics.journal import Journal, StepRows, validation_rows
+from engine.metrics.journal import Journal, StepRows, line_of, rows_in, validation_rows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.status import read_status
 from engine.record import Header, MemoryRecorder, read, recover
+from engine.record.checked_lines import object_of
 from engine.record.frames import Tick
 from engine.record.snapshots import restore, snapshot
 from engine.simulation.simulated_models import row_reward
@@ -34,7 +35,11 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text("utf-8").splitlines()]
+    lines = path.read_bytes().splitlines()
+    assert [json.loads(line, parse_constant=refuse).keys() - {"crc32"} for line in lines] == [
+        object_of(line).keys() for line in lines
+    ]
+    return [object_of(line) for line in lines]
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------
@@ -75,6 +80,15 @@ def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "more.jsonl") == [{"a": None, "b": [None, 1.0], "c": {"d": None, "2": [1, None, True]}}]
 
 
+def test_a_row_with_any_changed_bit_is_none() -> None:
+    line = line_of({"step": 3, "reward_mean": 0.5, "sets": {"math": {"pass@4": None}}})
+    assert [*rows_in([line])] == [{"step": 3, "reward_mean": 0.5, "sets": {"math": {"pass@4": None}}}]
+    for place in range(len(line)):
+        for bit in range(8):
+            changed = line[:place] + bytes([line[place] ^ 1 << bit]) + line[place + 1 :]
+            assert not [*rows_in([changed])], changed
+
+
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     world = steady_world(steps=None, journal=Journal(path))
@@ -84,7 +98,7 @@ def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 def test_a_torn_line_of_an_earlier_life_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1, "rew')
+    path.write_bytes(line_of({"step": 0}) + b'{"step": 1, "rew')
     journal = Journal(path)
     journal.write({"step": 1})
     journal.close()

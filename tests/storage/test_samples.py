@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.errors import RunDamaged
+from engine.record.checked_lines import checked_line, object_of
 from engine.storage.samples import (
     BLOCKS,
     FILTERED,
@@ -177,9 +178,9 @@ def test_files_without_a_column_that_came_later_are_read_merged_and_set_aside(tm
     for step in range(STEPS + 1):
         files.write_step(step, [of_step(step, f"{step}", reward_parts='{"a": 1.0}')])
     for path in [tmp_path / "samples" / "step-000000.jsonl", tmp_path / "samples" / "step-000002.jsonl"]:
-        row = json.loads(path.read_text())
+        row = object_of(path.read_bytes())
         del row["reward_parts"]
-        path.write_text(json.dumps(row) + "\n")
+        path.write_bytes(checked_line(json.dumps(row)))
     assert [row["reward_parts"] for row in files.rows(TRAIN, [0, 1, 2])] == [None, {"a": 1.0}, None]
     files.merge()
     merged = tmp_path / "samples" / f"steps-000000-{STEPS - 1:06d}.parquet"
