@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, visible
 from engine.extras import install_command
 from engine.metrics.journal import Journal
 from engine.record.files import write_private
@@ -32,6 +33,8 @@ CLOSE_TIMEOUT_S = 8.0
 
 MLFLOW_RUN = "mlflow_run.txt"
 """File in the run's directory with the id of the MLflow run."""
+WANDB_RUN = "wandb_run.txt"
+"""File in the run's directory with the id of the run of Weights & Biases."""
 
 Row = Mapping[str, Any]
 Samples = Callable[[Row], Sequence[Row]]
@@ -111,7 +114,7 @@ class WeightsAndBiases:
             project=options.get("project") or "step-engine",
             entity=options.get("entity"),
             name=run,
-            id=run,
+            id=_own_id(directory / WANDB_RUN),
             resume="allow",
             dir=str(directory),
             config=dict(config),
@@ -136,6 +139,13 @@ class WeightsAndBiases:
     def close(self) -> None:
         self._run.finish()
         self._end()  # otherwise its process may end before the last rows are on disk
+
+
+def _own_id(noted: Path) -> str:
+    """The id that an earlier process of this run noted, else a new one: runs in two places may have the same name."""
+    if not noted.exists():
+        write_private(noted, secrets.token_hex(8) + "\n")
+    return noted.read_text(encoding="utf-8").strip()
 
 
 class MLflow:
@@ -273,7 +283,10 @@ class Sink:
     def _show(self, client: Client, row: Row) -> None:
         """Send the samples that belong to a row. A failure is reported once."""
         try:
-            samples = self._samples(row)
+            samples = [
+                {name: visible(value) if isinstance(value, str) else value for name, value in sample.items()}
+                for sample in self._samples(row)
+            ]
             if samples:
                 client.show(figures_at(row)[0], "validation" if "validation" in row else "train", samples)
         except Exception:

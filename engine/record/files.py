@@ -158,6 +158,7 @@ CONTENTS = (
     "endpoint.json",
     "launch.txt",
     "mlflow_run.txt",
+    "wandb_run.txt",
 )
 """The files and directories that a run writes into its directory. All others are the user's and keep their modes."""
 

@@ -110,7 +110,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     rows = train(tmp_path / RUN, {"wandb": {"project": "a-project", "mode": "offline"}})
-    (path,) = (tmp_path / RUN / "wandb").glob(f"offline-run-*/run-{RUN}.wandb")
+    (path,) = (tmp_path / RUN / "wandb").glob("offline-run-*/run-*.wandb")
     logged: list[dict[str, Any]] = []
     for data in transaction_log(path.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -204,13 +204,19 @@ def test_tensorboard_goes_on_in_its_folder(tmp_path: Path) -> None:
     assert [point.step for point in read.Tensors("loss")] == [0, 1, 2, 3]
 
 
-def test_weights_and_biases_has_both_lives_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_has_both_lives_of_a_run_and_no_other_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     two_lives(tmp_path / RUN, {"wandb": {}})
-    found = list((tmp_path / RUN / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert [path.name for path in found] == [f"run-{RUN}.wandb"] * 2
+    books = open_row_writer(tmp_path / "elsewhere" / RUN, CONFIG, {"wandb": {}})
+    books.close()
+    books.sinks[0].wait(90)
+    ids = [[path.stem for path in folder.rglob("run-*.wandb")] for folder in (tmp_path / RUN, tmp_path / "elsewhere")]
+    assert len(ids[0]) == 2 and ids[0][0] == ids[0][1] and len(ids[1]) == 1
+    assert ids[0][0] != ids[1][0], "another run with the name of this one"
 
 
 # -- what is wrong with a sink is not the run's affair -----------------------------------------------------------------
