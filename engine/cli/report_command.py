@@ -35,13 +35,14 @@ def write(arguments: argparse.Namespace) -> int:
     from engine.inspect.advice import advise
     from engine.inspect.report import report_html
     from engine.inspect.timeline import timeline_of
+    from engine.record.files import write_private
 
     steps = None if arguments.samples is None else _steps(arguments.samples)
     run, history = history_of(arguments)
     page = report_html(timeline_of(history), step_rows(run.metrics), _samples(run, steps), advise(history).lines)
     path = output_path(arguments, run, ".html")
     with writable("--out", path):
-        path.write_text(page, encoding="utf-8", errors="replace")
+        write_private(path, page)
     print(f"the report is {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
     return 0
 

@@ -2,7 +2,7 @@
 network, and nothing of the run is markup in it.
 
 Called by `engine report`. Slices and arrows are columns of numbers, compressed; the page unpacks and draws them on a
-canvas. Texts of the run, such as responses, reach the page only as JSON or escaped.
+canvas. Texts of the run, such as responses, reach the page only through `_as_html` or `_as_script`.
 """
 
 import base64
@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from engine.errors import visible
 from engine.errors.redaction import without_secrets
 from engine.inspect.history import FATES, History
 from engine.inspect.timeline import Timeline
@@ -56,11 +57,11 @@ def report_html(
         "idle": _idle_bins(history), "curves": _curves(history, rows), "run": history.run, "end": history.end,
     }  # fmt: skip
     parts = {
-        "TITLE": html.escape(history.run), "SUMMARY": _summary(history), "ADVICE": _advice(advice),
+        "TITLE": _as_html(history.run), "SUMMARY": _summary(history), "ADVICE": _advice(advice),
         "SHARES": _shares(history), "SAMPLES": _samples(samples), "CONFIG": _config(history),
         "VERSIONS": _versions(history), "META": _as_script(meta), "DATA": data,
         "CSS": _asset("uPlot.min.css") + _asset("page.css"), "UPLOT": _asset("uPlot.iife.min.js"),
-        "SCRIPT": _asset("page.js"), "LICENSE": html.escape(_asset("uPlot.LICENSE")),
+        "SCRIPT": _asset("page.js"), "LICENSE": _as_html(_asset("uPlot.LICENSE")),
     }  # fmt: skip
     page = _asset("page.html")
     pieces = page.split("@@")  # text, name, text, ...: nothing that is put in is looked at again
@@ -71,10 +72,23 @@ def _asset(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
+def _as_html(text: str) -> str:
+    """Text without markup, and with control characters, such as those that turn its direction, as escapes."""
+    return html.escape(visible(text))
+
+
 def _as_script(value: Any) -> str:
-    """JSON that cannot end the script element that it is in."""
-    text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"))
+    """JSON that cannot end the script element that it is in, with texts as in `_as_html`."""
+    text = json.dumps(_with_visible_texts(plain(value)), ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _with_visible_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {visible(name): _with_visible_texts(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_visible_texts(inner) for inner in value]
+    return visible(value) if isinstance(value, str) else value
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
@@ -208,7 +222,7 @@ def _summary(history: History) -> str:
         ),
     }  # fmt: skip
     said = [*history.notes, *(one.text for one in failed_responses(history.validations))]
-    notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in said)
+    notes = "".join(f"<p class=note>{_as_html(note)}</p>" for note in said)
     return _facts(facts) + notes
 
 
@@ -216,14 +230,12 @@ BOUNDS = {"B": "train_batch_size", "S": "max_staleness_steps", "K": "max_concurr
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    items = [
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(str(fact))}</dd></div>" for name, fact in facts.items()
-    ]
+    items = [f"<div><dt>{_as_html(name)}</dt><dd>{_as_html(str(fact))}</dd></div>" for name, fact in facts.items()]
     return f"<dl class=facts>{''.join(items)}</dl>"
 
 
 def _advice(advice: Sequence[str]) -> str:
-    lines = "".join(f"<li>{html.escape(line)}</li>" for line in advice)
+    lines = "".join(f"<li>{_as_html(line)}</li>" for line in advice)
     return f"<section aria-label=Advice><h2>Advice</h2><ol class=advice>{lines}</ol></section>" if advice else ""
 
 
@@ -254,7 +266,7 @@ def _share_table(title: str, unit: str, values: Mapping[str, float]) -> str:
         shown = f"{value:,.0f}" if value >= 100 or isinstance(value, int) else f"{value:.2f}"
         share = 100 * value / whole
         lines.append(
-            f"<tr><th scope=row>{html.escape(name.replace('_', ' '))}</th><td>{shown}</td><td>{share:.1f} %</td>"
+            f"<tr><th scope=row>{_as_html(name.replace('_', ' '))}</th><td>{shown}</td><td>{share:.1f} %</td>"
             f'<td class=bar><span style="width:{share:.2f}%"></span></td></tr>'
         )
     columns = "".join(f"<th scope=col>{name}</th>" for name in (title, unit, "share"))
@@ -267,7 +279,7 @@ def _samples(samples: Iterable[Mapping[str, Any]]) -> str:
     for row in samples:
         reward = "" if row.get("reward") is None else f", reward {row['reward']:.3g}"
         place = f"attempt {row.get('attempt')}" if row.get("attempt") is not None else f"step {row.get('step')}"
-        title = html.escape(f"{place}, group {row.get('group')}, sample {row.get('sample')}{reward}")
+        title = _as_html(f"{place}, group {row.get('group')}, sample {row.get('sample')}{reward}")
         names = (
             "error",
             "tokens",
@@ -279,7 +291,7 @@ def _samples(samples: Iterable[Mapping[str, Any]]) -> str:
             "answer",
         )
         facts = {name.replace("_", " "): row[name] for name in names if row.get(name) not in (None, "")}
-        prompt, response = html.escape(str(row.get("prompt", ""))), html.escape(str(row.get("response", "")))
+        prompt, response = _as_html(str(row.get("prompt", ""))), _as_html(str(row.get("response", "")))
         parts.append(
             f"<details class=sample><summary>{title}</summary>{_facts(facts)}<h4>Prompt</h4><pre>{prompt}</pre>"
             f"<h4>Response</h4><pre>{response}</pre></details>"
@@ -291,9 +303,9 @@ def _config(history: History) -> str:
     config = history.config or {"limits": history.limits, "policies": history.policies}
     text = yaml.safe_dump(plain(without_secrets(config)), sort_keys=False, allow_unicode=True)
     changes = "".join(
-        f"<li>{at:.1f} s: {html.escape(setting)} = {html.escape(value)}</li>" for at, setting, value in history.settings
+        f"<li>{at:.1f} s: {_as_html(setting)} = {_as_html(value)}</li>" for at, setting, value in history.settings
     )
-    return f"<pre>{html.escape(text)}</pre>" + (f"<h3>Changed during the run</h3><ul>{changes}</ul>" if changes else "")
+    return f"<pre>{_as_html(text)}</pre>" + (f"<h3>Changed during the run</h3><ul>{changes}</ul>" if changes else "")
 
 
 def _versions(history: History) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.inspect.timeline import Timeline
+from engine.record.files import private_opener
 from engine.version import __version__
 
 SUFFIXES = {"perfetto": ".pftrace", "otlp": ".otlp.jsonl", "parquet": ".parquet"}
@@ -46,7 +47,7 @@ def write_perfetto(timeline: Timeline, path: Path) -> None:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import DebugAnnotation, TracePacket, TrackEvent
 
     encoder = _EventEncoder(TracePacket, TrackEvent, DebugAnnotation)
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=private_opener) as file:
         for packet in _descriptors(timeline, TracePacket):
             file.write(_framed(packet.SerializeToString()))
         for data in _events(timeline, encoder):
@@ -219,7 +220,7 @@ def write_otlp(timeline: Timeline, path: Path) -> None:
     from google.protobuf.json_format import MessageToDict
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=private_opener) as file:
         for spans in _span_batches(timeline):
             request = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
             file.write(json.dumps(_with_hex_ids(request), ensure_ascii=False) + "\n")
@@ -341,7 +342,7 @@ def write_parquet(timeline: Timeline, path: Path) -> None:
         + [(name, pa.int64()) for name in INTEGERS]
         + [("resumed", pa.bool_())]
     )
-    with pq.ParquetWriter(path, schema) as writer:
+    with open(path, "wb", opener=private_opener) as file, pq.ParquetWriter(file, schema) as writer:
         for first in range(0, len(timeline.slices), ROWS_AT_ONCE):
             rows = [
                 _table_row(timeline, place) for place in range(first, min(first + ROWS_AT_ONCE, len(timeline.slices)))

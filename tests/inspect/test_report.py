@@ -1,9 +1,9 @@
 """The report of a run: its data, and the page in a real browser, headless Chromium driven by Playwright."""
 
 import html
-import json
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from engine.inspect.advice import advise
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import _curves, _idle_bins, report_html
 from engine.inspect.timeline import timeline_of
+from engine.metrics.journal import line_of
 from engine.record import Header, Recorder
 from engine.storage.samples import SampleFiles, SampleRow
 from tests.inspect.recorded_worlds import faulty_record, recorded
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
+TURNED = "\u202etxt"
 CHROMIUM = shutil.which("chromium")
 
 
@@ -33,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rewards = {"reward": [[0, 0, 1], [0.9, 1, 3]], f"reward_{HOSTILE}": [[0.5, 0.5, 4]]}
     rows = [{**row, "loss": 0.5, HOSTILE: 1.0, "reward_histograms": rewards} for row in history.rows]
     del rows[2]["reward_histograms"]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "los')
+    (directory / "metrics.jsonl").write_bytes(b"".join(map(line_of, rows)) + b'{"step": 6, "los')
     samples = SampleFiles(directory / "samples")
     for step in range(4):
         row = {"kind": "train", "step": step, "group": 4 * step, "prompt_row": 0, "reward": 1.0, "tokens": 3}
@@ -216,12 +218,15 @@ def test_the_report_of_a_failed_run_counts_no_step_and_shows_failed_rewards(tmp_
     recorder = Recorder(tmp_path / "schedule", Header(run="fails", limits=limits.to_plain()))
     steady_world(recorder=recorder).until(lambda state: state.groups.ledger.batched > 0)
     recorder.close()
-    row = SampleRow(kind="failed", group=3, attempt=2, prompt_row=0, prompt="?", response="!", error="no such thing")
+    texts = {"prompt": "?\x9b2J", "response": f"!\x1b[2J{TURNED}", "answer": TURNED, "error": f"no such thing{TURNED}"}
+    row = SampleRow(kind="failed", group=3, attempt=2, prompt_row=0, **texts)
     SampleFiles(tmp_path / "samples").write_failure(3, 2, [row])
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.search(r"train steps</dt>\s*<dd>0</dd>", page)
     assert "attempt 2, group 3, sample 0" in page and "no such thing" in page
+    assert "!\\x1b[2J\\u202etxt" in page and not {"\x1b", "\x9b", "\u202e"} & {*page}
+    assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o600
 
 
 def test_a_report_is_named_after_the_directory_of_its_run(run: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,6 +1,7 @@
 """The timeline of a run, and the files of other tools that it is written to, read by these tools' own schemas."""
 
 import json
+import stat
 from base64 import b64encode
 from collections import Counter, defaultdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,7 +19,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from engine.cli import main
 from engine.inspect.history_reader import read_history
 from engine.inspect.timeline import Timeline, Track, timeline_of
-from engine.inspect.timeline_files import began_at
+from engine.inspect.timeline_files import WRITERS, began_at
 from tests.inspect.recorded_worlds import faulty_record, recorded
 
 RUN = "20260131-235959-quickstart"
@@ -159,6 +160,12 @@ def test_a_parquet_table_has_a_row_for_each_slice(run: Path, tmp_path: Path, tim
     assert facts - set(rows[0]) == set()
     sampled = sum(row["sampled"] for row in rows if row["kind"] == "generating")
     assert sampled == sum(timeline.history.tokens.values())
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_a_timeline_is_for_its_user_alone(run: Path, tmp_path: Path, format: str) -> None:
+    assert main(["timeline", str(run), "--format", format, "--out", str(tmp_path / "t")]) == 0
+    assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o600
 
 
 def test_wrong_arguments_of_timeline_are_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
