@@ -444,6 +444,8 @@ class CallsMeasured(ProcessEvent, frozen=True, kw_only=True, tag=53):
     """Sum of the durations of these calls."""
     running_s: float
     """Seconds since the start of the oldest running call."""
+    held_s: float = 0.0
+    """Seconds of the ended calls that awaited nothing, and so held the thread that they share with other calls."""
 
 
 class CacheMeasured(ProcessEvent, frozen=True, kw_only=True, tag=57):

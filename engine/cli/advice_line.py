@@ -2,8 +2,11 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from engine.config.hardware import gpu_count
 from engine.errors import EngineError
 
 MOST_RECORD_BYTES = 1 << 20
@@ -21,11 +24,20 @@ def first_advice(run_dir: Path) -> str:
     try:
         if sum(path.stat().st_size for path in (run_dir / "schedule").iterdir()) > MOST_RECORD_BYTES:
             return "the record is long: use `engine explain`"
-        return advise(read_history(run_dir)).lines[0]
+        history = read_history(run_dir)
+        return advise(history, gpus=may_have_gpus(history.config)).lines[0]
     except (EngineError, OSError):
         return ""
     except Exception as error:  # a defect here must not fail a run that has finished
         return f"none: unexpected {type(error).__name__}: {error}"
+
+
+def may_have_gpus(config: Mapping[str, Any]) -> bool:
+    """Whether a run may get more GPUs. Its record does not say what `auto` was: a cluster may have some, or this
+    machine."""
+    devices = {(config.get(section) or {}).get("device", "auto") for section in ("rollout", "trainer")}
+    joined = (config.get("cluster") or {}).get("address") is not None
+    return devices != {"cpu"} and (joined or gpu_count() != 0)
 
 
 class AdviceWatch:

@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import Any
 
+from engine.cli.advice_line import may_have_gpus
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.recorded_run import history_of, takes_run
 from engine.errors import ConfigError, visible
@@ -43,7 +44,8 @@ def explain(arguments: argparse.Namespace) -> int:
         explanation = explain_moment(history, arguments.at)
     else:
         health = [*findings(step_rows(run.metrics)), *failed_responses(history.validations)]
-        explanation = explain_idle(history) if arguments.idle else explain_run(history, health)
+        gpus = may_have_gpus(history.config)
+        explanation = explain_idle(history) if arguments.idle else explain_run(history, health, gpus=gpus)
     if arguments.json:
         print_json("explain", run.shown, explanation.plain())
     else:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.advice_line import may_have_gpus
 from engine.cli.recorded_run import history_of, output_path, takes_run, writable
 from engine.errors import ConfigError
 from engine.metrics.journal import step_rows
@@ -39,7 +40,8 @@ def write(arguments: argparse.Namespace) -> int:
 
     steps = None if arguments.samples is None else _steps(arguments.samples)
     run, history = history_of(arguments)
-    page = report_html(timeline_of(history), step_rows(run.metrics), _samples(run, steps), advise(history).lines)
+    advice = advise(history, gpus=may_have_gpus(history.config)).lines
+    page = report_html(timeline_of(history), step_rows(run.metrics), _samples(run, steps), advice)
     path = output_path(arguments, run, ".html")
     with writable("--out", path):
         write_private(path, page)

@@ -202,7 +202,6 @@ def _listed(directory: RunDirectory) -> dict[str, Any]:
     except EngineError as error:
         state, model, most = RunState(FAILED, f"{DAMAGED}: {error}"), "-", None
     trained = int(last["step"]) + 1 if last else 0
-    failed = last.get("groups_failed", 0)
     return {
         "name": directory.path.name,
         "state": state.word,
@@ -211,7 +210,7 @@ def _listed(directory: RunDirectory) -> dict[str, Any]:
         "max_steps": most,
         "reward_first": first.get("reward_mean"),
         "reward_last": last.get("reward_mean"),
-        "groups_failed_share": failed / (failed + last["groups"]) if failed else 0.0,
+        "groups_failed": last.get("groups_failed"),
         "started": run.started,
         "seconds": last.get("elapsed_s"),
         "why": state.text,
@@ -230,7 +229,7 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
     """For each run a line with its figures, then its model, its time and why it ended."""
     from rich.text import Text
 
-    from engine.cli.run_view import clock, figure, percent
+    from engine.cli.run_view import clock, figure
 
     names = [visible(row["name"]) for row in rows]
     wide = max(map(len, names))
@@ -242,9 +241,8 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
         line = Text(f"{name:<{wide}}  ", style="bold")
         line.append(f"{row['state']:<11}  ", style=f"not bold {STYLES.get(row['state'], 'yellow')}")
         line.append(f"{steps:>9}  {reward:>14}  {clock(row['seconds']):>7}", style="not bold")
-        if row["groups_failed_share"]:
-            failed = f"  the last reward leaves out {percent(row['groups_failed_share'])} of its groups: they failed"
-            line.append(failed, style="not bold yellow")
+        if row["groups_failed"]:
+            line.append(f"  last reward without {row['groups_failed']} failed", style="not bold yellow")
         console.print(line, soft_wrap=True)
         why = row["why"].partition(": ")[2] or row["why"]
         about = f"  {_short(row['model'])}, started {row['started']} UTC: {why}"

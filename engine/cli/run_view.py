@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engine.metrics.idle import LEAST_WAIT
 from engine.metrics.journal import FAILED_SHARE, metrics_in
 from engine.metrics.status import Status
 from engine.states.limits import HELD_OUT
@@ -363,9 +364,9 @@ def summary(status: Status, *, where: str, wall_s: float | None = None, advice: 
         table.add_row("failed attempts", Text(f"{counts}; the last: {status.last_failure}"))
     table.add_row(
         "rollout idle",
-        Text(percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s, status.slowest) + since),
+        Text(_idle(status.rollout_idle_share, status.rollout_idle_s, status.slowest) + since),
     )
-    table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s, {}) + since)
+    table.add_row("trainer idle", _idle(status.trainer_idle_share, status.trainer_idle_s, {}) + since)
     table.add_row("tokens generated / trained", f"{status.tokens_generated:,} / {status.tokens_trained:,}{since}")
     if wall_s is None:
         table.add_row("wall seconds", f"{status.elapsed_s:.1f}")
@@ -377,11 +378,12 @@ def summary(status: Status, *, where: str, wall_s: float | None = None, advice: 
     return table
 
 
-def _main_cause(seconds: Mapping[str, float], slowest: Mapping[str, str]) -> str:
-    if not seconds:
-        return ""
+def _idle(share: float, seconds: Mapping[str, float], slowest: Mapping[str, str]) -> str:
+    """A share of idle time with its main cause, if it is more than chance."""
+    if not seconds or share < LEAST_WAIT:
+        return percent(share)
     cause = max(seconds, key=lambda name: seconds[name])
-    return f"  (mostly {slowest.get(cause, cause.replace('_', ' '))})"
+    return f"{percent(share)}  (mostly {slowest.get(cause, cause.replace('_', ' '))})"
 
 
 def sparkline(values: tuple[float | None, ...], width: int) -> str:

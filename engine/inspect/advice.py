@@ -4,6 +4,7 @@ Called by `engine explain`, for the table at the end of a run, and by `engine to
 setting. `estimate` gives the time of the run's own work under it; the advice is what gains most. Must not read records.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,15 +13,18 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.inspect.estimate import Durations, ScheduleSettings, estimate, finish_times, measure
-from engine.inspect.history import History
+from engine.inspect.history import WAITS, History
+from engine.metrics.idle import LEAST_WAIT
 from engine.policies.registry import DEFAULTS
 from engine.scheduling.settings import FIGURES, POLICIES, changed_limits
-from engine.states.limits import REWARDING, SYNC_MODES, AddedState, Limits
+from engine.states.limits import SYNC_MODES, Limits
 from engine.states.process import REPLICA
 
 MOST_LINES = 3
-LEAST_GAIN = 0.03
+LEAST_GAIN = LEAST_WAIT
 """A smaller gain is not worth a change: it may be chance."""
+BLOCKED = 0.5
+"""Share of the time in which a coroutine holds its thread, from which on it is named."""
 ENOUGH = 0.75
 """Among values of a setting with this share of the largest gain, the most cautious is advised."""
 FEWEST_STEPS = 3
@@ -68,6 +72,9 @@ class Advice:
 class Counsel:
     """All advice about a run, the best first, or why there is none."""
 
+    causes: tuple[str, ...] = ()
+    """The user's code for which the trainer waited longer than for anything else, and how to make it faster. No setting
+    of the schedule helps then, so there is no other advice."""
     advice: tuple[Advice, ...] = ()
     none: str = ""
     limited: str = ""
@@ -75,12 +82,15 @@ class Counsel:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return (*([one.text for one in self.advice] or [self.none]), *filter(None, [self.limited]))
+        return tuple(filter(None, (*self.causes, *(one.text for one in self.advice), self.none, self.limited)))
 
 
-def advise(history: History) -> Counsel:
-    """At most three changes of settings that would have made the run faster, each on its own."""
+def advise(history: History, *, gpus: bool = True) -> Counsel:
+    """What user code to make faster, or at most three changes of settings that would have made the run faster, each on
+    its own. `gpus`: whether there may be more GPUs for it."""
     limits = present_limits(history)
+    if causes := _user_code(history):
+        return Counsel(causes=causes)
     durations = measure(history, limits)
     slots = _slots(history, limits)
     if durations is None or len(durations.train) < FEWEST_STEPS or not slots:
@@ -92,7 +102,7 @@ def advise(history: History) -> Counsel:
     case = _Case(history, durations, ScheduleSettings(limits=limits, slots=slots, rolling=rolling))
     free: list[Advice] = []
     paid: list[Advice] = []
-    for candidates in (*FREE, *PAID):
+    for candidates in (*FREE, *(PAID if gpus else ())):
         best = _best_of(case, candidates)
         if best is not None:
             (paid if best.needs_gpus else free).append(best)
@@ -109,7 +119,7 @@ def _by_gain(found: list[Advice]) -> list[Advice]:
 
 def _limited(case: "_Case", policy: str) -> str:
     share = case.idle.get("concurrency", 0.0)
-    if share < LEAST_GAIN:
+    if share < LEAST_WAIT:
         return ""
     fix = f"policy {policy} allowed no more groups; let it allow more, or use the policy slots"
     if policy == "kv-cache":
@@ -143,6 +153,60 @@ def _slots(history: History, limits: Limits) -> tuple[int, ...]:
         if newest.get(replica) != "lost" and not limits.validates_only(replica)
     ]
     return tuple(found)
+
+
+# -- user code that the trainer waits for ------------------------------------------------------------------------------
+
+
+USER_CODE = {
+    "agent": "agents or environments", "reward": "rewards, the trajectory store or an added state",
+    "waiting_for_prompts": "the data source", "inspecting": "the work of an added state on batches or weights",
+}  # fmt: skip
+"""Causes of waits in the user's code."""
+OF_GROUPS = ("agent", "reward", "waiting_for_prompts", "weight_sync", "pool", "concurrency")
+"""Causes of idle slots that make a group take longer. The others, such as the bounds, only follow from a wait."""
+GENERATION = "generation"
+
+
+def _user_code(history: History) -> tuple[str, ...]:
+    """The user's code for which the trainer waited, if it did so for longer than it did anything else."""
+    sums: dict[str, float] = defaultdict(float)
+    for span in history.idle:
+        parts = {GENERATION: span.busy_s} | {cause: s for cause, s in span.idle_s if cause in OF_GROUPS}
+        if span.trainer not in WAITS or not sum(parts.values()):
+            parts = {} if span.trainer in OUTSIDE else {span.trainer: 1.0}
+        for cause, amount in parts.items():
+            sums[cause] += (span.end - span.start) * amount / sum(parts.values())
+    if _blocked(history):  # whatever samples on its thread waits for it, too
+        sums["agent"] += sums.pop(GENERATION, 0.0)
+    most = max(sums, key=lambda cause: sums[cause], default="")
+    if most not in USER_CODE or not history.trained:
+        return ()
+    shares = {cause: sums[cause] / sum(sums.values()) for cause in sorted(USER_CODE, key=lambda cause: -sums[cause])}
+    return tuple(_said(history, cause, share) for cause, share in shares.items() if share >= LEAST_WAIT)
+
+
+def _blocked(history: History) -> float:
+    """The share of the time in which the coroutine of agents held its thread; 0 below `BLOCKED`."""
+    _, calls = history.slowest("agent") or ("", None)
+    share = calls.held_s / calls.watched_s if calls and calls.at_once > 1 and calls.watched_s else 0.0
+    return min(1.0, share) if share >= BLOCKED else 0.0
+
+
+def _said(history: History, cause: str, share: float) -> str:
+    """`the trainer waited 71 % of the time for reward slow: raise reward.concurrency; 2 s a call, 4 at once`."""
+    name, calls = history.slowest(cause) or (USER_CODE[cause], None)
+    fix = "make it faster"
+    if cause == "agent":
+        fix = "let no call block the thread of the agents, and use one client for all rollouts"
+        if held := _blocked(history):
+            fix = f"its coroutine blocks its thread {percent(held)} of the time: use asyncio.to_thread for slow calls"
+    elif cause == "reward" and calls is None:
+        fix = "raise reward.concurrency, or the concurrency of the state"
+    elif calls is not None and calls.queued and calls.setting:
+        fix = f"raise {calls.setting}"
+    figures = f"; {calls.seconds / max(1, calls.calls):.2g} s a call, {calls.at_once} at once" if calls else ""
+    return f"the trainer waited {percent(share)} of the time for {name}: {fix}{figures}"
 
 
 # -- what a run is compared with ---------------------------------------------------------------------------------------
@@ -192,11 +256,6 @@ class _Case:
     def bound(self) -> str:
         """Why no setting is advised: what bounds the run as it is."""
         trains = self.trainer.get("training", 0.0) + self.trainer.get("scoring", 0.0)
-        rewarded = self.idle.get("reward", 0.0)
-        if rewarded > max(trains, self.busy):
-            cause = "because groups waited for rewards, the trajectory store or added states, which no estimate covers"
-            fix = "make these faster, or raise their concurrency, for example reward.concurrency"
-            return f"no advice: slots were idle {percent(rewarded)} of the time {cause}; {fix}"
         late = self.trainer.get("waiting_for_stragglers", 0.0)
         if late > max(trains, self.busy):
             fix = "make groups finish sooner (lower rollout.max_tokens, agent.timeout_s or environment.timeout_s), or "
@@ -298,19 +357,6 @@ def _sync_every(case: _Case) -> Iterator[Candidate]:
     yield _change("scheduler.sync_every", before, 2 * before, why, cost="responses come from older weights"), settings
 
 
-def _rewards(case: _Case) -> Iterator[Candidate]:
-    for index, state in enumerate(case.limits.added_states):
-        if state.name != REWARDING:
-            continue
-        took = sum(case.durations.states[index]) / len(case.durations.states[index])
-        why = f"a reward takes {took:.2g} s, and {state.concurrency} are computed at once"
-        for value in (2 * state.concurrency, 4 * state.concurrency):
-            states = [*case.limits.added_states]
-            states[index] = AddedState(name=state.name, concurrency=value)
-            settings = case.with_limits(added_states=tuple(states))
-            yield _change("reward.concurrency", state.concurrency, value, why), settings
-
-
 def _validation(case: _Case) -> Iterator[Candidate]:
     limits = case.limits.validation
     if limits is None or not limits.every or limits.own:
@@ -345,6 +391,6 @@ def _ranks(case: _Case) -> Iterator[Candidate]:
 
 
 FREE: tuple[Callable[[_Case], Iterator[Candidate]], ...] = (
-    _workers, _rewards, _sync_order, _sync_mode, _validation, _sync_every, _staleness,
+    _workers, _sync_order, _sync_mode, _validation, _sync_every, _staleness,
 )  # fmt: skip
 PAID: tuple[Callable[[_Case], Iterator[Candidate]], ...] = (_replicas, _ranks)

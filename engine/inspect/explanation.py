@@ -18,6 +18,7 @@ from engine.inspect.advice import advise, percent
 from engine.inspect.history import (
     FATES,
     RUNNING,
+    WAITS,
     GenerationAttempt,
     GroupRow,
     GroupWait,
@@ -82,7 +83,6 @@ BOUNDS = {
     "other": "the start, a restart, a drain, or the end of the run",
 }
 """The bottlenecks: what the trainer waited for while it did not work."""
-WAITS = ("waiting_for_groups", "waiting_for_stragglers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,9 +582,9 @@ TENSES = {RUNNING: "is", "interrupted": "was"}
 """Verbs of the outcomes of a run; of the others: `has`."""
 
 
-def explain_run(history: History, health: Sequence[HealthFinding] = ()) -> Explanation:
+def explain_run(history: History, health: Sequence[HealthFinding] = (), *, gpus: bool = True) -> Explanation:
     """Where the time of a run went, its slowest steps, idle time and waste by cause, problems of its training, and
-    advice."""
+    advice. `gpus`: see `advise`."""
     chains = _Chains(history)
     turns = _turns(history)
     bounds = [chains.bounds(step, start, end) for step, start, end in turns]
@@ -601,10 +601,10 @@ def explain_run(history: History, health: Sequence[HealthFinding] = ()) -> Expla
             f"{counted(len(history.groups), 'group')} drawn, {history.events} events.",
         ),
     )
-    path = _part("bottlenecks", "s", sums, BOUNDS)
+    counsel = advise(history, gpus=gpus)
+    path = _part("bottlenecks", "s", sums, BOUNDS, *counsel.causes)
     slowest = sorted(zip(turns, bounds, strict=True), key=lambda one: one[0][1] - one[0][2])[:SLOWEST]
     reasons = [_slow_step(chains, turn, bound) for turn, bound in slowest]
-    counsel = advise(history)
     parts = (
         head, path, *([Part("slowest steps", tuple(reasons))] if reasons else []), *_idle_parts(history),
         *([Part("health", tuple(one.text for one in health))] if health else []), Part("advice", counsel.lines),

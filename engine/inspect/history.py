@@ -14,12 +14,15 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, ValidationId, Version
+from engine.metrics.collector import FunctionTotals
 
 RUNNING = "running"
 """The outcome of a value that had not ended when the record ended. Its `end` is then the end of the record."""
 STOPPED = "stopped"
 """The outcome of a value that the end of the run cut off."""
 NO_EVENT: EventId = -1
+WAITS = ("waiting_for_groups", "waiting_for_stragglers")
+"""What the trainer does while it waits for groups (`IdleSpan.trainer`)."""
 
 FATES = {
     "trained": "a train step has trained on them",
@@ -263,6 +266,8 @@ class History:
     rows: tuple[Mapping[str, Any], ...]
     """A row for each finished step, as in `metrics.jsonl` without the trainer's own figures."""
     failures: tuple[Failure, ...]
+    functions: Mapping[str, FunctionTotals]
+    """Those of the user's functions of which calls were reported."""
     settings: tuple[tuple[float, str, str], ...] = field(default=())
     """(time, setting, value) of each change of a live setting."""
 
@@ -287,6 +292,11 @@ class History:
         for span in self.idle:
             sums[span.trainer] += span.end - span.start
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def slowest(self, cause: str) -> tuple[str, FunctionTotals] | None:
+        """The function with this cause (`FunctionTotals.cause`) whose calls took the most seconds."""
+        found = [one for one in self.functions.items() if one[1].cause == cause]
+        return max(found, key=lambda one: one[1].seconds, default=None)
 
     @property
     def trained(self) -> tuple[StepRow, ...]:

@@ -27,6 +27,7 @@ from engine.inspect.history import (
     StepRow,
     SyncPhase,
 )
+from engine.metrics.collector import FunctionTotals
 from engine.metrics.journal import Row
 from engine.record import Header
 from engine.states.machine import Phase
@@ -290,6 +291,7 @@ class HistoryBuilder(GroupBuilder):
         self.settings: list[tuple[float, str, str]] = []
         self.slots: dict[ReplicaId, int] = {}
         self.validations: list[Mapping[str, Any]] = []
+        self.functions: dict[str, FunctionTotals] = {}
         self.step_rows: list[Row] = []
         self._steps: dict[StepId, dict[str, Any]] = {}
         self._undone: list[StepRow] = []
@@ -426,6 +428,10 @@ class HistoryBuilder(GroupBuilder):
     def validation(self, row: Mapping[str, Any]) -> None:
         self.validations.append(row)
 
+    def function(self, name: str, *totals: Any) -> None:
+        found, before = FunctionTotals(*totals), self.functions.get(name)
+        self.functions[name] = found if before is None else before.plus(found)
+
     def resume(self, at: float, event: EventId, groups: Iterable[Any], steps: Iterable[tuple[StepId, str]]) -> None:
         """The run continues: groups and train steps are in these states from now on. Reported after the moves of the
         tick, in which no group runs."""
@@ -461,7 +467,7 @@ class HistoryBuilder(GroupBuilder):
             attempts=_by_end(self.attempts), chunks=tuple(self.chunks), waits=_by_end(self.waits), groups=groups,
             steps=steps, syncs=tuple(self.syncs), validations=tuple(self.validations), lives=tuple(self.lives),
             checkpoints=tuple(self.checkpoints), idle=tuple(self.idle), tokens=self.tokens, rows=tuple(self.step_rows),
-            failures=tuple(self.failures), settings=tuple(self.settings),
+            failures=tuple(self.failures), functions=self.functions, settings=tuple(self.settings),
         )  # fmt: skip
 
 

@@ -558,6 +558,8 @@ class _StretchWatcher:
             self._report_span(self._period, idle.sums)
         for row in self._metrics.validations:
             self._report("validation", row)
+        for name, totals in self._metrics.calls.items():
+            self._report("function", name, *totals)
 
 
 def _works_on(command: Command, step: StepId) -> bool:

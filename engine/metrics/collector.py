@@ -69,12 +69,26 @@ OF_A_KIND = ("token_share_", "ratio_mean_", "behavior_kl_k3_stale_", "logprob_ga
 
 
 class FunctionTotals(NamedTuple):
-    """Calls of one of the user's functions that have ended, and the sum of their durations."""
+    """Calls of one of the user's functions that have ended, and the sum of their durations; see `CallsMeasured`."""
 
     calls: int
     seconds: float
     cause: str
     """Why slots are idle while groups wait for it: `reward` or `agent`."""
+    setting: str
+    at_once: int
+    """These and `queued`: the largest reported."""
+    queued: int
+    held_s: float
+    watched_s: float
+    """Seconds between the reports, of all processes together."""
+
+    def plus(self, more: "FunctionTotals") -> "FunctionTotals":
+        return more._replace(
+            calls=self.calls + more.calls, seconds=self.seconds + more.seconds, held_s=self.held_s + more.held_s,
+            at_once=max(self.at_once, more.at_once), queued=max(self.queued, more.queued),
+            watched_s=self.watched_s + more.watched_s,
+        )  # fmt: skip
 
 
 class HasState(Protocol):
@@ -119,6 +133,8 @@ class RunMetrics:
         """The newest failure and its reason."""
         self.calls: dict[str, FunctionTotals] = {}
         """By function."""
+        self._called_at: dict[tuple[str, str, int], float] = {}
+        """When a process last reported calls of a function."""
         self.changes = 0
         """Number of ticks so far that changed something."""
         self.parked = dict.fromkeys(PARKED_REASONS, 0)
@@ -368,10 +384,14 @@ class RunMetrics:
             self._retry("publish", f"version {event.version}, {event.state}: {event.reason}")
 
     def _calls_measured(self, event: CallsMeasured) -> None:
+        who = event.function, event.kind, event.index
+        watched_s, self._called_at[who] = event.at - self._called_at.get(who, event.at), event.at
+        found = FunctionTotals(
+            event.calls, event.seconds, "agent" if event.setting == SLOTS else "reward", event.setting, event.at_once,
+            event.queued, event.held_s, watched_s,
+        )  # fmt: skip
         before = self.calls.get(event.function)
-        calls, seconds = (before.calls, before.seconds) if before is not None else (0, 0.0)
-        cause = "agent" if event.setting == SLOTS else "reward"
-        self.calls[event.function] = FunctionTotals(calls + event.calls, seconds + event.seconds, cause)
+        self.calls[event.function] = found if before is None else before.plus(found)
         if event.kind == REPLICA:
             self.idle.calls_measured(self.state.replicas.by_id[event.index])
 

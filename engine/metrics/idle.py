@@ -15,6 +15,8 @@ from engine.states.process import TRAINER
 from engine.states.replica import Replica
 from engine.states.state import State
 
+LEAST_WAIT = 0.05
+"""A smaller share of the time is no cause of anything: it may be chance."""
 IDLE_CAUSES = {"yielding": "pool", "asleep": "pool", "draining": "draining", "drained": "draining"}
 """Why the free slots of a replica are idle, by its state. In other states but ready, it syncs weights."""
 

@@ -203,6 +203,8 @@ class CallFigures:
     """Sum of their durations."""
     running_s: float
     """Seconds since the start of the oldest running call; 0 if none runs."""
+    held_s: float = 0.0
+    """Part of `seconds`: of calls that awaited nothing, and so held the thread that they share with other calls."""
 
 
 @runtime_checkable

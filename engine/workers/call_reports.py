@@ -48,9 +48,9 @@ class CallReports:
         self._timer, reported = None, False
         for figures in self._figures().values():
             before = self._reported.get(figures.function)
-            calls, seconds = figures.calls, figures.seconds
+            calls, seconds, held_s = figures.calls, figures.seconds, figures.held_s
             if before is not None:
-                calls, seconds = calls - before.calls, seconds - before.seconds
+                calls, seconds, held_s = calls - before.calls, seconds - before.seconds, held_s - before.held_s
             if not (calls or figures.groups or (before is not None and before.groups)):
                 continue
             reported = True
@@ -59,7 +59,7 @@ class CallReports:
                 CallsMeasured(
                     **self._who, function=figures.function, groups=figures.groups, queued=figures.queued,
                     at_once=figures.at_once, setting=figures.setting, calls=calls, seconds=seconds,
-                    running_s=figures.running_s,
+                    running_s=figures.running_s, held_s=held_s,
                 )
             )  # fmt: skip
         self._interval_s = min(2 * self._interval_s, LONGEST_S) if reported else FIRST_S
@@ -75,5 +75,6 @@ class CallReports:
                     new, groups=old.groups + new.groups, queued=old.queued + new.queued,
                     at_once=max(old.at_once, new.at_once), calls=old.calls + new.calls,
                     seconds=old.seconds + new.seconds, running_s=max(old.running_s, new.running_s),
+                    held_s=old.held_s + new.held_s,
                 )  # fmt: skip
         return found

@@ -1,16 +1,21 @@
 """Advice: the estimate gives the time that a simulated run takes, and the advised setting makes it faster."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from steady_world import SteadyDice
 
+from engine.cli.advice_line import may_have_gpus
+from engine.events import CallsMeasured
 from engine.inspect.advice import _slots, advise, present_limits
 from engine.inspect.estimate import ScheduleSettings, estimate, measure
+from engine.inspect.explanation import explain_run
 from engine.inspect.history import History
 from engine.inspect.history_reader import read_history
 from engine.policies import PolicySet
+from engine.protocols import SLOTS
 from engine.record import Header, read
 from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Setting, World
@@ -31,13 +36,26 @@ REWARDS = (AddedState(name=REWARDING, concurrency=1),)
 ROWS = ValidationLimits(rows=12, every=1, at_start=False, at_end=False)
 
 
-def run(limits: Limits = LIMITS, policies: dict[str, str] | None = None, **setting: Any) -> tuple[float, History]:
-    """The seconds until the last train step of a simulated run without chance, and its history."""
+CALLS: dict[str, Any] = {
+    "function": "rollout mine", "setting": SLOTS, "at_once": 12, "groups": 0, "queued": 0, "calls": 5, "seconds": 10.0,
+}  # fmt: skip
+
+
+def run(
+    limits: Limits = LIMITS, policies: dict[str, str] | None = None, calls: dict[str, Any] | None = None, **setting: Any
+) -> tuple[float, History]:
+    """The seconds until the last train step of a simulated run without chance, and its history. `calls`: what each
+    replica reports of its calls of the user's functions, every two seconds."""
     chosen = PolicySet.from_names(policies or {})
     recorder = MemoryRecorder(Header(run="r", limits=limits.to_plain(), policies=dict(chosen.names)))
     made = Setting(limits=limits, **{**QUICK, **setting})
     world = World(made, chosen, recorder, check=False, dice=SteadyDice(made))
-    world.run()
+    while calls and world.scheduler.state.ending.outcome is None:
+        for replica in range(made.replicas):
+            world.tell(CallsMeasured(kind="replica", index=replica, incarnation=1, running_s=2.0, **{**CALLS, **calls}))
+        world.run_for(2.0)
+    if not calls:
+        world.run()
     history = read_history(read(recorder))
     return history.trained[-1].finished_at, history
 
@@ -76,11 +94,6 @@ CHANGES: dict[str, Change] = {
         "scheduler.max_staleness_steps", 2,
         SYNCHRONOUS, {"max_staleness_steps": 2, "max_concurrent_groups": 12}, {},
     ),
-    "rewards": (
-        "reward.concurrency", 4,
-        replace(LIMITS, added_states=REWARDS), {"added_states": (AddedState(name=REWARDING, concurrency=4),)},
-        {"state_s": 12.0},
-    ),
     "sync mode": (
         "rollout.sync_mode", "keep",
         replace(LIMITS, sync_mode="wait", max_staleness_steps=4), {"sync_mode": "keep"}, {"sync_s": 4.0},
@@ -104,6 +117,74 @@ def test_a_busy_trainer_needs_more_gpus_and_nothing_else() -> None:
     assert only.text.startswith("with more GPUs, raise trainer.ranks from 1 to 2: about 1.8 × faster; the trainer was ")
 
 
+SLOW = {"train_s": 1.0, "mean_tokens": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        ({"groups": 6}, "rollout mine: let no call block the thread of the agents, and use one client for all"),
+        ({"groups": 6, "function": "environment maze"}, "environment maze: let no call block the thread of the agents"),
+        ({"held_s": 1.9}, "rollout mine: its coroutine blocks its thread 95 % of the time: use asyncio.to_thread for"),
+    ],
+)
+def test_agents_that_the_trainer_waits_for_are_the_only_advice(calls: dict[str, Any], text: str) -> None:
+    _, history = run(SYNCHRONOUS, calls=calls, **SLOW)
+    counsel = advise(history)
+    (line,) = counsel.lines
+    assert re.fullmatch(
+        r"the trainer waited \d\d % of the time for " + re.escape(text) + ".*; 2 s a call, 12 at once", line
+    )
+    assert counsel.causes == (line,) and not counsel.advice
+    explained = str(explain_run(history))
+    assert explained.index(line) < explained.index("the last group of a batch was generated")
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (None, "rewards, the trajectory store or an added state: raise reward.concurrency, or the concurrency of the"),
+        ({"function": "judge big", "queued": 9}, "judge big: raise reward.concurrency; 2 s a call, 4 at once"),
+        ({"function": "reward slow"}, "reward slow: make it faster; 2 s a call, 4 at once"),
+    ],
+)
+def test_rewards_that_the_trainer_waits_for_are_the_only_advice(calls: dict[str, Any] | None, text: str) -> None:
+    given = None if calls is None else {"setting": "reward.concurrency", "at_once": 4, **calls}
+    _, history = run(replace(SYNCHRONOUS, added_states=REWARDS), calls=given, state_s=30.0, **SLOW)
+    (line,) = advise(history).lines
+    assert re.match(r"the trainer waited \d\d % of the time for " + re.escape(text), line)
+
+
+@pytest.mark.parametrize(
+    ("setting", "calls"),
+    [
+        ({"train_s": 60.0}, {"groups": 6}),  # the trainer waits for nothing
+        (SLOW, {"held_s": 0.1}),  # calls that await, and for which no group waits
+        (SLOW, {"held_s": 1.9, "at_once": 1}),  # there is nothing to block
+        (SLOW, None),  # groups of random lengths, of which some are stragglers
+    ],
+)
+def test_user_code_that_the_trainer_does_not_wait_for_is_no_cause(setting: Any, calls: Any) -> None:
+    counsel = advise(run(calls=calls, **setting)[1])
+    assert not counsel.causes and counsel.lines
+
+
+def test_a_wait_below_5_percent_is_no_cause() -> None:
+    """Beside rewards, which it waits for most, the trainer waits for agents a little, or less than that."""
+    _, history = run(replace(SYNCHRONOUS, added_states=REWARDS), state_s=30.0, **SLOW)
+    for share, causes in ((0.03, 1), (0.2, 2)):
+        spans = [span._replace(idle_s=(("reward", 1 - share), ("agent", share)), busy_s=0.0) for span in history.idle]
+        assert len(advise(replace(history, idle=tuple(spans))).causes) == causes
+
+
+def test_more_gpus_are_advised_only_where_there_may_be_some() -> None:
+    _, history = run(train_s=200.0)
+    assert not advise(history, gpus=False).advice and advise(history, gpus=False).lines
+    cpu = {"rollout": {"device": "cpu"}, "trainer": {"device": "cpu"}}
+    assert not may_have_gpus({**cpu, "cluster": {"address": "auto"}})
+    assert may_have_gpus({"cluster": {"address": "auto"}})
+
+
 def test_slots_that_the_concurrency_policy_leaves_idle_are_named_and_do_not_count() -> None:
     _, history = run(policies={"concurrency": "kv-cache"}, cache_tokens=40, train_s=1.0)
     *advice, limited = advise(history).lines
@@ -123,12 +204,6 @@ def test_a_balanced_run_has_nothing_to_gain() -> None:
     counsel = advise(history)
     assert not counsel.advice and counsel.lines[0].startswith(
         "no setting would make the run much faster: the trainer was busy 9"
-    )
-    waiting = [span._replace(idle_s=(("reward", 1e9),)) for span in history.idle]
-    assert advise(replace(history, idle=tuple(waiting))).lines == (
-        "no advice: slots were idle 100 % of the time because groups waited for rewards, the trajectory store or added "
-        "states, which no estimate covers; make these faster, or raise their concurrency, for example "
-        "reward.concurrency",
     )
     idle = (("staleness_bound", 1e9),)
     waiting = [span._replace(trainer="waiting_for_stragglers", idle_s=idle) for span in history.idle]

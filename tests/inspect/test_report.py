@@ -12,6 +12,7 @@ import pytest
 from steady_world import close_worlds, steady_world
 
 from engine.cli import main
+from engine.cli.advice_line import may_have_gpus
 from engine.inspect.advice import advise
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import _curves, _idle_bins, report_html
@@ -209,7 +210,8 @@ def test_a_report_shows_advice_and_hides_secrets() -> None:
 def test_the_report_of_a_run_has_the_advice_about_it(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     assert main(["report", str(run), "--out", str(path)]) == 0
-    advice = advise(read_history(run)).lines
+    history = read_history(run)
+    advice = advise(history, gpus=may_have_gpus(history.config)).lines
     assert "".join(f"<li>{html.escape(line)}</li>" for line in advice) in path.read_text(encoding="utf-8")
 
 

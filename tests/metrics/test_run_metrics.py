@@ -11,7 +11,7 @@ import pytest
 from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
-from engine.metrics.collector import RunMetrics
+from engine.metrics.collector import FunctionTotals, RunMetrics
 from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
@@ -250,11 +250,13 @@ def test_figures_of_calls_and_caches_are_counted_and_change_nothing() -> None:
     for incarnation in (1, 0):  # a report, and one of a life that has ended
         world.tell(fact.CacheMeasured(kind="replica", index=0, incarnation=incarnation, used=0.5))
     figures = {"kind": "replica", "index": 0, "incarnation": 1, "function": "reward slow", "at_once": 4}
+    more = {**figures, "groups": 2, "setting": "", "seconds": 6.0, "running_s": 0.0, "held_s": 0.5}
     for calls in (1, 3):
-        world.tell(
-            fact.CallsMeasured(**figures, groups=2, queued=1, setting="", calls=calls, seconds=6.0, running_s=0.0)
-        )
-    assert world.metrics.changes == before and world.metrics.calls == {"reward slow": (4, 12.0, "reward")}
+        world.tell(fact.CallsMeasured(**more, queued=calls, calls=calls))
+    world.run_for(10.0)
+    world.tell(fact.CallsMeasured(**{**more, "seconds": 0.0}, queued=0, calls=0))
+    totals = FunctionTotals(4, 12.0, "reward", setting="", at_once=4, queued=3, held_s=1.5, watched_s=10.0)
+    assert world.metrics.changes == before and world.metrics.calls == {"reward slow": totals}
     assert read_status(world.metrics).slowest == {"reward": "reward slow, 3 s a call"}
     read = registry(world.metrics).get_sample_value
     cache = read("engine_replica_cache_used_ratio", {"replica": "0"})

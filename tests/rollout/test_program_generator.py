@@ -162,6 +162,30 @@ def test_what_a_rollout_does_wrong_is_named(fault: BaseException | str | None, s
         run(generated(wrong, FixedAnswers(), timeout_s=60 if fault is not None else 0.05))
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_rollout_that_awaits_nothing_holds_its_thread(blocks: bool) -> None:
+    async def works(client: RolloutClient, prompt: Prompt) -> float:
+        for _ in range(2):
+            sum(range(10_000))
+            if not blocks:
+                await asyncio.sleep(0)
+            client.add(prompt.text)
+            await client.sample()
+        if not blocks:
+            await asyncio.sleep(0)
+        return 1.0
+
+    async def scene() -> None:
+        made = generator(works, FixedAnswers("1<end>", "2<end>", "3<end>", "4<end>"))
+        await made.generate(work())
+        done, _ = made.call_figures()
+        assert done.calls == 6 and done.seconds > 0
+        assert done.held_s == (done.seconds if blocks else 0.0)
+        await made.close()
+
+    run(scene())
+
+
 def test_a_rollout_that_works_is_measured_and_waited_for() -> None:
     began, leave = asyncio.Barrier(3), asyncio.Event()
 

@@ -35,12 +35,12 @@ class Reward:
 
 
 def reported(scene: Callable[[Reward, Reward, CallReports], asyncio.Future[None] | object]) -> list[tuple[float, ...]]:
-    """(time, groups, queued, calls, seconds) of the reports in a minute. `scene` begins at 0 s."""
+    """(time, groups, queued, calls, seconds, held seconds) of the reports in a minute. `scene` begins at 0 s."""
     found = list[tuple[float, ...]]()
 
     def begin(loop: VirtualLoop) -> None:
         def emit(event: CallsMeasured) -> None:
-            found.append((loop.time(), event.groups, event.queued, event.calls, event.seconds))
+            found.append((loop.time(), event.groups, event.queued, event.calls, event.seconds, event.held_s))
 
         one, other = Reward(), Reward()
         scene(one, other, CallReports("replica", 0, 1, [one, object(), other], emit))
@@ -59,16 +59,16 @@ def test_the_end_of_a_wait_is_reported_and_then_nothing() -> None:
         reward.set(groups=2, queued=3)
         asyncio.get_running_loop().call_later(2.0, lambda: reward.set(groups=0, queued=0, calls=5, seconds=10.0))
 
-    assert reported(scene) == [(1.0, 2, 3, 0, 0.0), (3.0, 0, 0, 5, 10.0)]
+    assert reported(scene) == [(1.0, 2, 3, 0, 0.0, 0.0), (3.0, 0, 0, 5, 10.0, 0.0)]
 
 
 def test_sources_with_one_function_are_reported_as_one_with_what_is_new() -> None:
     def scene(reward: Reward, other: Reward, reports: CallReports) -> None:
-        reward.set(groups=2, calls=1, seconds=2.0)
-        other.set(groups=1, queued=1, calls=3, seconds=1.0)
-        asyncio.get_running_loop().call_later(2.0, lambda: reward.set(groups=0, calls=2, seconds=5.0))
+        reward.set(groups=2, calls=1, seconds=2.0, held_s=0.5)
+        other.set(groups=1, queued=1, calls=3, seconds=1.0, held_s=0.25)
+        asyncio.get_running_loop().call_later(2.0, lambda: reward.set(groups=0, calls=2, seconds=5.0, held_s=2.5))
 
-    assert reported(scene)[:2] == [(1.0, 3, 1, 4, 3.0), (3.0, 1, 1, 1, 3.0)]
+    assert reported(scene)[:2] == [(1.0, 3, 1, 4, 3.0, 0.75), (3.0, 1, 1, 1, 3.0, 2.0)]
 
 
 def test_nothing_is_reported_without_calls_or_after_the_end() -> None:

@@ -49,7 +49,7 @@ class AgentCalls:
     def __init__(self, function: str) -> None:
         self._function = function
         self._groups: dict[GroupCalls, None] = {}
-        self._ended, self._ended_s = 0, 0.0
+        self._ended, self._ended_s, self._held_s = 0, 0.0, 0.0
         self.changed: Callable[[], None] = _nobody
         """Called when a group begins to wait, and when a call ends."""
 
@@ -64,10 +64,11 @@ class AgentCalls:
         finally:
             del self._groups[group]
 
-    def count(self, seconds: float) -> None:
-        """A call ended."""
+    def count(self, seconds: float, *, held: bool = False) -> None:
+        """A call ended. `held`: it awaited nothing."""
         self._ended += 1
         self._ended_s += seconds
+        self._held_s += seconds if held else 0.0
         self.changed()
 
     def figures(self) -> CallFigures:
@@ -77,5 +78,5 @@ class AgentCalls:
         return CallFigures(
             function=self._function, at_once=max(1, sum(group.rollouts for group in self._groups)), setting=SLOTS,
             groups=len(waiting), queued=0, calls=self._ended, seconds=self._ended_s,
-            running_s=now - min(waiting, default=now),
+            running_s=now - min(waiting, default=now), held_s=self._held_s,
         )  # fmt: skip

@@ -80,9 +80,8 @@ class RolloutClient:
         self._recorded = dict(enumerate(recorded))
         self._history: list[int] = []
         self._calls = 0
-        self._own_since = asyncio.get_running_loop().time()
-        """Since when the rollout has not waited for the model."""
         self.conversation = Conversation()
+        self.begin_own_time()
 
     def add(self, given: str | Sequence[int]) -> None:
         """Append text or ids to the history, masked from the loss. Before the first `sample`, they are the prompt."""
@@ -128,7 +127,7 @@ class RolloutClient:
         try:
             self._replay(call, max_tokens or self._running.way.params.max_tokens)
             await program.sample(self._running, self._index, self._calls, call, max_tokens)
-            self._own_since = asyncio.get_running_loop().time()
+            self.begin_own_time()
             shown, hidden = program.chat.end(call, stop)
             left, calls = calls_of(parser, shown, tools)
         except BaseException:
@@ -146,9 +145,16 @@ class RolloutClient:
         self._history = call.segment.ids
         return answer
 
+    def begin_own_time(self) -> None:
+        """The rollout starts, or gets an answer. If the loop does not turn until it asks again, it awaits nothing."""
+        loop = asyncio.get_running_loop()
+        self._own_since, self._turn = loop.time(), loop.create_future()
+        loop.call_soon(self._turn.cancel)
+
     def count_own_time(self) -> None:
         """The rollout asks the model, or has ended: it has made a call in the sense of `agent_calls`."""
-        self._program.agent_calls.count(asyncio.get_running_loop().time() - self._own_since)
+        seconds = asyncio.get_running_loop().time() - self._own_since
+        self._program.agent_calls.count(seconds, held=not self._turn.done())
 
     def _asked(self, history: Any, tools: Sequence[Mapping[str, Any]]) -> CallHistory:
         program = self._program
@@ -351,6 +357,7 @@ class ProgramGenerator(GeneratorOfCalls):
 
     async def _called(self, client: RolloutClient, prompt: Prompt) -> Trajectory | RolloutResult:
         """What the program returned. Raises: `ResultFailure`, and what the program raises."""
+        client.begin_own_time()
         returned = await awaited(self._program, client, prompt)
         client.count_own_time()
         return returned if isinstance(returned, Trajectory) else checked_result(returned, self._name, prompt.row)
