@@ -261,6 +261,9 @@ def test_the_isolation_of_code_is_shown(models: dict[str, str], capsys: Capture)
     row = {"prompt": "2+2?", "tests": "assert add(1, 2) == 3"}
     said = shown(capsys, write_config(models["base"], row, reward={"function": None, "functions": [part]}))
     assert f"ok: reward.functions.0.function {part['function']}: isolation of code: " in said
+    row = {"prompt": "2+2?", "tests": "assert list(reversed('ab')) == ['b', 'a']"}
+    said = refused(capsys, write_config(models["base"], row, reward={"function": None, "functions": [part]}))
+    assert "has a test that passes without a response" in said
 
 
 FORMS = """

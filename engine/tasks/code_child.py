@@ -2,8 +2,8 @@
 
 The first process starts a *room* for each socket that it receives: a process that isolates itself as far as the kernel
 allows, and then starts one process for each requested run. The code of a response and the tests of its row have
-separate rooms. A room sees limits and exit statuses, never code, tests or values: these go directly to the process of
-the run. No process here outlives its parent.
+separate rooms. A room sees limits and exit statuses, never code, tests, values or verdicts: these bypass it. No process
+here outlives its parent.
 """
 
 import fcntl
@@ -201,6 +201,7 @@ class Room:
                 os.dup2(number, target)
             os.closerange(CHANNEL + 1, writing)
             os.closerange(writing + 1, MOST_DESCRIPTORS)
+            self._control.detach()  # closed: its number may get another meaning before this process ends
             self._isolate(room, limit_s, hidden=plan["role"] == "tests")
         except Exception as error:
             os.write(writing, f"{type(error).__name__}: {error}".encode()[:4096])

@@ -24,11 +24,11 @@ from typing import Any
 
 from engine.errors import RewardFailure
 from engine.tasks.code_isolation import LEVELS
-from engine.tasks.code_roles import PASSED, RoleChannel, plain, value_of
+from engine.tasks.code_roles import RoleChannel, plain
 from engine.tasks.control_groups import ControlGroup
 
 LONGEST_OUTPUT = 1 << 20
-"""Maximum bytes of output; a test with more output fails."""
+"""Maximum bytes of output, unless a test expects much."""
 GRACE_S = 10.0
 """Seconds beyond the limit of a test after which its room must have answered."""
 FOLDER, STALE_S = "engine-code-", 3600.0
@@ -43,6 +43,10 @@ from itertools import *; from math import *; from builtins import *; from typing
 """Imports for programs with a function to call. Their prompts often show only a signature, such as `List[int]`."""
 WARM = ("bisect", "collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing")
 """The slow modules of `IMPORTS`. A room imports them once, for all runs."""
+
+
+class Unused(Exception):
+    """A test passed, but called no function of the response and read no value of it: it passes without any code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,34 +247,45 @@ def fix_of(missing: str, settings: Path = Path("/proc/sys")) -> str:
 
 def passes(rooms: Rooms, code: str, test: CodeTest, impossible: str = "") -> bool:
     """Whether the code passes a test within the limits. `impossible`: instead a variant of the test that no code can
-    pass, because its result must contain this random text."""
+    pass, because its result must contain this random text. Raises: `Unused`."""
     if not rooms.limits.remaining_s:
         return False
     if test.function:
         return _passes_call(rooms, code, test, impossible)
     if test.code:
-        judge = _passes_together if test.same_process else _passes_apart
-        return judge(rooms, code, test, impossible)
+        return _passes_tests(rooms, code, test, impossible)
     return _passes_program(rooms, code, test, impossible)
 
 
 def _passes_program(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bool:
     stdin, stdout = memory_file(test.stdin.encode("utf-8", "replace")), memory_file()
+    expected = impossible or test.stdout or ""
+    longest = longest_output(expected)
     try:
         rooms.start(0, {"role": "program", "code": code}, stdout, stdin, stdout)
         status = rooms.finish(0)
-        output = os.pread(stdout, LONGEST_OUTPUT + 1, 0)
+        output = os.pread(stdout, longest + 1, 0)
     finally:
         os.close(stdin)
         os.close(stdout)
-    expected = impossible or test.stdout or ""
-    return status == 0 and len(output) <= LONGEST_OUTPUT and same_output(output.decode("utf-8", "replace"), expected)
+    return status == 0 and len(output) <= longest and same_output(output, expected)
 
 
-def same_output(output: str, expected: str) -> bool:
-    """Whether both are equal, except for white space at the ends of lines and empty lines at the end."""
-    lines, others = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
+def longest_output(expected: str) -> int:
+    """Maximum bytes of output; a test with more output fails."""
+    return max(LONGEST_OUTPUT, 2 * len(expected.encode("utf-8", "surrogatepass")))
+
+
+def same_output(output: bytes, expected: str) -> bool:
+    """Whether both are equal, except for ASCII white space at the ends of lines and empty lines at the end."""
+    texts = (output, expected.encode("utf-8", "surrogatepass"))
+    lines, others = ([line.rstrip() for line in text.rstrip().split(b"\n")] for text in texts)
     return lines == others
+
+
+def call_of(test: CodeTest) -> dict[str, Any]:
+    """The request for the call of a test. The reply is plain JSON: this process makes nothing else of it."""
+    return {"call": test.function, "method": True, "json": True, "args": plain(test.arguments), "kwargs": {"dict": []}}
 
 
 def _passes_call(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bool:
@@ -280,11 +295,10 @@ def _passes_call(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bo
         theirs.close()
         ours.settimeout(rooms.limits.limit_s + GRACE_S)
         channel, reply = RoleChannel(ours), None
-        call = {"call": test.function, "method": True, "args": plain(test.arguments), "kwargs": {"dict": []}}
         with suppress(OSError, ValueError, RecursionError):
             if channel.receive() == {"ready": True}:
-                channel.send(call)
-                reply = channel.receive()
+                channel.send(call_of(test))
+                reply = channel.receive(longest_output(json.dumps(test.expected)))
         rooms.stop(0)
         rooms.finish(0)
     return returns(reply, impossible or test.expected)
@@ -293,8 +307,7 @@ def _passes_call(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bo
 def returns(reply: Any, expected: Any) -> bool:
     """Whether a reply is this result, or the only element of it, by type and value. JSON turns tuples into lists."""
     try:
-        result = json.loads(json.dumps(value_of(reply["value"])))
-        return same(result, expected) or same([result], expected)
+        return same(reply["value"], expected) or same([reply["value"]], expected)
     except Exception:  # the response may send anything
         return False
 
@@ -309,30 +322,38 @@ def same(result: Any, expected: Any) -> bool:
     return (numbers or type(result) is type(expected)) and bool(result == expected)
 
 
-def _passes_apart(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bool:
-    """The tests run in a process of their own. Its exit status is the verdict."""
+def _passes_tests(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bool:
+    """`assert` tests run in a process of their own, or in that of the response. It gives the verdict."""
+    plan, verdict = tests_plan(test, impossible), memory_file()
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        rooms.start(0, {"role": "serve", "code": code, "imports": ""}, ours.fileno())
-        tests = {"role": "tests", "test": test.code, "names": test.names, "token": impossible}
-        rooms.start(1, tests, theirs.fileno())
-    status = rooms.finish(1)
-    rooms.stop(0)
-    rooms.finish(0)
-    return status == PASSED
-
-
-def _passes_together(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bool:
-    """The tests run in the process of the response, which sends a sign after them. Code that looks for the sign can
-    find it."""
-    sign = secrets.token_hex(16)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        plan = {"role": "together", "code": code, "test": test.code, "token": impossible, "sign": sign}
-        rooms.start(0, plan, theirs.fileno())
-        theirs.close()
+    try:
+        with ours, theirs:
+            if test.same_process:
+                rooms.start(0, plan | {"code": code}, theirs.fileno(), stdout=verdict)
+            else:
+                rooms.start(0, {"role": "serve", "code": code, "imports": ""}, ours.fileno())
+                rooms.start(1, plan, theirs.fileno(), stdout=verdict)
+        if not test.same_process:
+            rooms.finish(1)
+            rooms.stop(0)
         rooms.finish(0)
-        ours.setblocking(False)
-        with suppress(OSError, ValueError):
-            return RoleChannel(ours).receive() == sign
+        said = os.pread(verdict, 4096, 0)
+    finally:
+        os.close(verdict)
+    with suppress(ValueError, RecursionError):
+        return is_pass(json.loads(said), plan)
     return False
+
+
+def tests_plan(test: CodeTest, impossible: str) -> dict[str, Any]:
+    role, sign = "together" if test.same_process else "tests", secrets.token_hex(16)
+    return {"role": role, "test": test.code, "names": test.names, "token": impossible, "sign": sign}
+
+
+def is_pass(verdict: Any, plan: Mapping[str, Any]) -> bool:
+    """Whether the verdict of tests has the sign of their plan. Raises: `Unused`."""
+    if not isinstance(verdict, dict) or verdict.get("sign") != plan["sign"]:
+        return False
+    if verdict.get("used") is not True:
+        raise Unused
+    return True

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import resource
+import site
 import stat
 import struct
 import sys
@@ -21,15 +22,17 @@ NOBODY = 65534
 DISK_BYTES = 64 << 20
 """Maximum size of all files of a test, at the level `full`."""
 LARGEST_FILE = 16 << 20
+STACK_BYTES = 96 << 20
+"""For deep recursion. The kernel keeps 128 MiB free for the stack of a program that started with a smaller limit."""
 OPEN_FILES = 64
 SCRATCH = "/box"
 """The directory of a test at the level `full`; `/tmp` is another name of it."""
 SYSTEM_PATHS = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store", "/etc/alternatives",
-    "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime", "/etc/passwd", "/etc/group",
-    "/etc/nsswitch.conf",
+    "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/nix/store", "/gnu/store", "/usr/lib/locale", "/usr/share/zoneinfo",
+    "/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime", "/etc/passwd",
+    "/etc/group", "/etc/nsswitch.conf",
 )  # fmt: skip
-"""What code may read besides the Python installation; no directory in which users keep files."""
+"""What code may read besides Python; no directory in which users keep files."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -55,10 +58,18 @@ def needed(mechanism: str) -> Iterator[None]:
 
 
 def readable_paths() -> dict[str, str]:
-    """The directories and files that code may read, each with its real path."""
-    wanted = dict.fromkeys((*SYSTEM_PATHS, sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))
-    found = {path: os.path.realpath(path) for path in wanted if os.path.exists(path)}
-    return {path: real for path, real in found.items() if real != "/"}
+    """The directories and files that code may read, each with its real path: those of the system, the interpreter, its
+    modules and packages, and the directories of its shared libraries. Never a whole prefix: a project may be a virtual
+    environment, or be in `/usr`."""
+    mapped = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    folders = {os.path.dirname(path) for path in mapped if "/site-packages/" not in path} - {"/", "/usr/local/lib"}
+    files = map(str, [*Path("/lib64").glob("ld-*"), *Path("/usr/local/lib").glob("*.so*")])
+    wanted = (
+        *SYSTEM_PATHS, *folders, *(folder.removeprefix("/usr") for folder in folders), *files,
+        *(path for path in sys.path if path.endswith("/lib-dynload")), os.path.dirname(os.__file__),
+        *site.getsitepackages(), f"{sys.prefix}/pyvenv.cfg", sys.executable, os.path.realpath(sys.executable),
+    )  # fmt: skip
+    return {path: os.path.realpath(path) for path in dict.fromkeys(wanted) if os.path.exists(path)}
 
 
 def outermost(paths: Mapping[str, str]) -> list[str]:
@@ -133,6 +144,7 @@ def set_limits(*, seconds: float, memory_bytes: int, processes: int) -> None:
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: LARGEST_FILE,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: STACK_BYTES,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_NPROC: processes,
     }
@@ -199,6 +211,8 @@ def build_root(base: str, paths: Mapping[str, str]) -> None:
         for name in ("/tmp", "/dev/shm"):
             if not os.path.lexists(name):
                 os.symlink(SCRATCH, name)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
         mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES)
         require(LIBC.umount2(b"/old", DETACH), "mounts (the old root)")
         os.rmdir("/old")
@@ -296,13 +310,16 @@ CALLS: dict[str, dict[str, tuple[int | None, int | None]]] = {
         "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
         "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
         "msgget": (68, 186), "mq_open": (240, 180), "mq_unlink": (241, 181),
+        "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "syslog": (103, 116),
     },
     # Refused without namespaces, where processes and files of the user are near.
     "neighbors": {
         "socket": (41, 198), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
         "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
         "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
-        "shmat": (30, 196), "shmctl": (31, 195), "semctl": (66, 191), "msgctl": (71, 187),
+        "shmat": (30, 196), "shmctl": (31, 195), "semctl": (66, 191), "semop": (65, 193), "semtimedop": (220, 192),
+        "msgctl": (71, 187), "msgsnd": (69, 189), "msgrcv": (70, 188), "migrate_pages": (256, 238),
+        "move_pages": (279, 239),
         "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
         "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
         "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
@@ -312,11 +329,17 @@ CALLS: dict[str, dict[str, tuple[int | None, int | None]]] = {
     },
     "fork": {"fork": (57, None), "vfork": (58, None), "clone": (56, 220)},
 }  # fmt: skip
-CLONE, CLONE3, SOCKET, FCNTL, PRLIMIT = (56, 220), (435, 435), (41, 198), (72, 25), (302, 261)
+REFUSED_ARGUMENTS = (
+    # A call, the place of an argument, and its values, with which the kernel signals or opens processes of the user.
+    ((72, 25), 1, (8, 10, 15, 1024)),  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE
+    ((16, 29), 1, (0x5452, 0x8901, 0x8902)),  # ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP
+    ((54, 208), 2, (76,)),  # setsockopt: SO_PASSPIDFD
+    ((55, 209), 2, (77,)),  # getsockopt: SO_PEERPIDFD
+)
+CLONE, CLONE3, SOCKET, SOCKET_PAIR, PRLIMIT = (56, 220), (435, 435), (41, 198), (53, 199), (302, 261)
 KILL, TGKILL = (62, 129), (234, 131)
 NAMESPACE_FLAGS = 0x7E020000
-LOCAL, INTERNET, INTERNET_6 = 1, 2, 10
-SET_OWNER, SET_SIGNAL, SET_OWNER_EX = 8, 10, 15
+INTERNET, INTERNET_6, DATAGRAM = 2, 10, 2
 X32 = 0x40000000
 FILTER, ALLOW, ERROR, KILL_PROCESS = 2, 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -372,8 +395,12 @@ def filter_lines(machine: str, own: int, *, alone: bool, may_fork: bool) -> list
     else:
         for numbers in (*CALLS["fork"].values(), CLONE3):
             refuse(numbers, errno.EAGAIN)
-    refuse_if(SOCKET, 0, [(EQUAL, 3, 0, LOCAL), (EQUAL, 2, 0, INTERNET), (EQUAL, 1, 0, INTERNET_6)])
-    refuse_if(FCNTL, 1, [(EQUAL, 2, 0, SET_OWNER), (EQUAL, 1, 0, SET_SIGNAL), (EQUAL, 0, 1, SET_OWNER_EX)])
+    # Local sockets reach programs outside by paths in every namespace, as do pairs of datagram sockets.
+    refuse_if(SOCKET, 0, [(EQUAL, 2, 0, INTERNET), (EQUAL, 1, 0, INTERNET_6)])
+    refuse_if(SOCKET_PAIR, 1, [(ANY_BIT, 0, 1, DATAGRAM)])
+    for call, argument, values in REFUSED_ARGUMENTS:
+        for value in values:
+            refuse_if(call, argument, [(EQUAL, 0, 1, value)])
     refuse_if(PRLIMIT, 0, [(EQUAL, 1, 0, 0)])
     if not alone:
         for call in (KILL, TGKILL):

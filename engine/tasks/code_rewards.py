@@ -4,29 +4,29 @@ Named in `reward.functions`. `code_grading.py` runs the tests in processes that 
 allows (docs/REWARDS.md). Never runs code of a response in this process.
 """
 
+import ast
 import json
 import logging
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from time import monotonic
 from typing import Any
 from zlib import crc32
 
 from engine.errors import DataFailure, RewardFailure
-from engine.tasks.code_grading import WARM, CodeLimits, CodeTest, Rooms, fix_of, passes
+from engine.tasks.code_grading import WARM, CodeLimits, CodeTest, Rooms, Unused, fix_of, passes
 from engine.tasks.code_isolation import LEVELS
 from engine.tasks.code_service import check_service, passes_in_service
+from engine.tasks.extraction import last_python
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
 from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
 
 log = logging.getLogger(__name__)
 
-_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 ISOLATION = {"required": LEVELS[:2], "best_effort": LEVELS}
 """The levels that each value of the argument `isolation` allows."""
 START_S = 10.0
@@ -35,6 +35,11 @@ SHARE_OF_TIME = 0.8
 """The share of the time limit of a call that its tests may take together."""
 IMPOSSIBLE_EVERY = 16
 """One in this many of the responses that pass also gets a test that no response can pass."""
+EVALUATING = {
+    "eval", "exec", "compile", "__import__", "pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "runpy",
+    "importlib", "ctypes", "subprocess", "system", "popen", "read_pickle",
+}  # fmt: skip
+"""Names of functions and modules with which a test may run what the response returns."""
 Passes = Callable[[str, CodeTest, str], bool]
 """(code, test, text that makes the test impossible) -> whether the code passes."""
 
@@ -86,42 +91,56 @@ def python_tests(
 ) -> float:  # fmt: skip
     """1.0 if the code passes every test of the column `tests`; with `share`, the share of tests that it passes.
 
-    The code is the last block between ``` lines, else the whole response. Limits of each test: `limit_s` seconds,
+    The code is the last code block, else the whole response. Limits of each test: `limit_s` seconds,
     `memory_mb` MiB, `processes` further processes or threads. At most `most` tests are run, and those that have not
     ended after most of `timeout_s` have failed. `same_process`: run `assert` tests in the process of the response.
     `sandbox`: the address of a service that runs all code.
 
-    Raises: `DataFailure` if the row has no tests, or none that can be run; `RewardFailure` if the code cannot be
-    isolated as `isolation` asks for."""
+    Raises: `DataFailure` if the row has no tests, or one that passes without a response; `RewardFailure` if the code
+    cannot be isolated as `isolation` asks for."""
     found = [replace(test, same_process=True) if same_process else test for test in code_tests(prompt, tests)[:most]]
     limits = CodeLimits(
         limit_s=limit_s, memory_mb=memory_mb, processes=processes, deadline=monotonic() + SHARE_OF_TIME * timeout_s,
         levels=ISOLATION[isolation],
     )  # fmt: skip
-    blocks = _BLOCK.findall(trajectory.text)
-    code = blocks[-1] if blocks else trajectory.text
-    together = [test.same_process for test in found if test.code]
+    block = last_python(trajectory.text)
+    code = trajectory.text if block is None else block
+    unsafe = [test.same_process or _evaluates(test.code) for test in found if test.code]
+    together = all(test.same_process for test in found if test.code)
     with ExitStack() as stack:
         judge: Passes = partial(passes_in_service, sandbox, limits)
         if sandbox is None:
             warm = WARM if any(test.function for test in found) else ()
-            judge = partial(passes, stack.enter_context(Rooms(limits, 1 if all(together) else 2, warm)))
-        passed = 0
-        for test in found:
-            if judge(code, test, ""):
-                passed += 1
-            elif not share:
-                passed = 0
-                break
-        figures = {"same_process": sum(together) / len(together)} if together else {}
+            judge = partial(passes, stack.enter_context(Rooms(limits, 1 if together else 2, warm)))
+        passed = _passed(judge, code, found, share, prompt)
+        if block is None and not passed:
+            _passed(judge, "", found, False, prompt)  # a row whose tests pass without any code is refused
+            return NoAnswer()
+        figures = {"unsafe": sum(unsafe) / len(unsafe)} if unsafe else {}
         if passed == len(found) and crc32(code.encode("utf-8", "replace")) % IMPOSSIBLE_EVERY == 0:
             figures["forged"] = float(judge(code, found[0], secrets.token_hex(16)))
     if figures.get("forged"):
         log.warning("row %d: a response passed a test that no program can pass: it forged its verdict", prompt.row)
         return Scored(0.0, figures)
-    if not blocks and not passed:
-        return NoAnswer()  # there is no code block, and the response as a whole passes no test
     return Scored(passed / len(found), figures)
+
+
+def _passed(judge: Passes, code: str, tests: Sequence[CodeTest], share: bool, prompt: Prompt) -> int:
+    """The number of tests that pass; without `share`, 0 unless all do. Raises: `DataFailure`."""
+    passed = 0
+    for test in tests:
+        try:
+            if judge(code, test, ""):
+                passed += 1
+            elif not share:
+                return 0
+        except Unused:
+            law = (
+                f"row {prompt.row} has a test that passes without a response: it calls no function of the response and "
+                f"reads no value of it. If it does, name them in `names`. The test: {test.code.strip()!r:.200}"
+            )
+            raise DataFailure(law, row=prompt.row) from None
+    return passed
 
 
 def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
@@ -145,17 +164,38 @@ def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
             "the result of a function"
         )
         raise DataFailure(law, row=prompt.row)
+    if not any(test is not None and (test.function or test.code or (test.stdout or "").strip()) for test in found):
+        raise DataFailure(f"row {prompt.row} expects no output in any test, so an empty program passes", row=prompt.row)
     return [test for test in found if test is not None]
+
+
+@lru_cache(1 << 12)
+def _evaluates(code: str) -> bool:
+    """Whether a test may run what a response returns. Raises: `SyntaxError` and others if it is not Python."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - {"compile"}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    names |= {name for node in imports for name in (getattr(node, "module", ""), *(one.name for one in node.names))}
+    if EVALUATING & names:
+        _warn_once("some tests evaluate or unpickle what a response returns, which can then forge its verdict")
+    return bool(EVALUATING & names)
+
+
+_warn_once = cache(log.warning)
 
 
 def _test_of(given: Any) -> CodeTest | None:
     if isinstance(given, str) and given.strip():
-        return CodeTest(code=given)
+        given = {"code": given}
     if isinstance(given, Mapping) and isinstance(given.get("code"), str) and given["code"].strip():
         names = given.get("names") or ()
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             return None
-        return CodeTest(code=given["code"], names=tuple(names), same_process=given.get("same_process") is True)
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            _evaluates(given["code"])
+            return CodeTest(code=given["code"], names=tuple(names), same_process=given.get("same_process") is True)
+        return None
     if isinstance(given, Mapping) and given.get("fn_name"):
         return _call_test(given["fn_name"], given.get("input"), given.get("output"))
     if isinstance(given, Mapping) and given.get("testtype") != "functional":

@@ -6,21 +6,24 @@ them, as lines of JSON: the process of the tests must never accept anything else
 """
 
 import ast
+import atexit
 import builtins
 import importlib
-import io
 import json
 import os
 import socket
 import symtable
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-PASSED = 77
-"""The exit status of the process of the tests once they have passed."""
 LONGEST_MESSAGE = 4 << 20
+IN_PLACE = "_in_place"
+"""The name of a function that `_InPlace` adds to tests."""
 EVERY_INTEGER = 1 << 62
 """Larger integers travel in hexadecimal: Python limits the length of decimal ones."""
 
@@ -52,12 +55,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, Iterator):
-        return {"iterator": [plain(one) for one in value]}
+        if STREAMS is None:
+            return {"iterator": [plain(one) for one in value]}
+        STREAMS.append(value)
+        return {"stream": len(STREAMS) - 1}
     if hasattr(value, "tolist"):  # numpy
         return plain(value.tolist())
     raise TypeError(f"a {kind.__name__} is not plain data")
 
 
+STREAMS: list[Iterator[Any]] | None = None
+"""In the process of a response: its iterators, of which the tests ask one item at a time. They may be endless."""
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "list": lambda items: [value_of(item) for item in items],
@@ -92,12 +100,12 @@ class RoleChannel:
     def send(self, message: Any) -> None:
         self._stream.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> Any:
-        """The next message; None at the end, or if it is too long. Raises: an `Exception` if it is not JSON."""
+    def receive(self, longest: int = LONGEST_MESSAGE) -> Any:
+        """The next message; None at the end, or if it has more bytes. Raises: an `Exception` if it is not JSON."""
         while (end := self._data.find(b"\n", self._searched)) < 0:
             self._searched = len(self._data)
             part = self._stream.recv(1 << 16)
-            if not part or self._searched > LONGEST_MESSAGE:
+            if not part or self._searched > longest:
                 return None
             self._data += part
         line = self._data[:end]
@@ -109,11 +117,11 @@ class RoleChannel:
 # -- the response ------------------------------------------------------------------------------------------------------
 
 
-def load(code: str, imports: str = "") -> dict[str, Any]:
-    """Run code as the main program. Returns the names that it defines."""
-    module = types.ModuleType("__main__")
+def load(code: str, name: str, imports: str = "") -> dict[str, Any]:
+    """Run code as the module of this name. Returns the names that it defines."""
+    module = types.ModuleType(name)
     module.__file__ = "solution.py"
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules[name] = module
     sys.argv = ["solution.py"]
     sys.path.insert(0, os.getcwd())
     source = code.encode("utf-8", "replace")
@@ -125,42 +133,69 @@ def load(code: str, imports: str = "") -> dict[str, Any]:
     return names
 
 
-def run_program(plan: dict[str, Any]) -> int:
-    """Run a program. Returns its exit status."""
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
+def run_program(plan: dict[str, Any], channel: Any) -> None:
+    """Run a program to its end, as the interpreter does: with its threads, its exit handlers and its open files."""
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    threading.Thread.start = _start_or_run  # type: ignore[method-assign, assignment]
     status = 0
     try:
-        load(plan["code"])
+        load(plan["code"], "__main__")
     except SystemExit as end:
         status = 0 if end.code in (None, 0) else 1
-    sys.stdout.flush()
-    return status
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    names = sys.modules["__main__"].__dict__
+    names |= dict.fromkeys(names)  # destructors run, and files are closed
+    for stream in (sys.stdout, sys.__stdout__):
+        with suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
+    os._exit(status)
 
 
-def serve(plan: dict[str, Any], channel: Any) -> int:
+def _start_or_run(thread: Any, start: Any = threading.Thread.start) -> None:
+    """Start a thread; if none is allowed, run its function here. Programs use a thread for its large stack."""
+    try:
+        start(thread)
+    except RuntimeError:
+        thread.join, thread.is_alive = lambda timeout=None: None, lambda: False
+        with suppress(Exception):
+            thread.run()
+
+
+def serve(plan: dict[str, Any], channel: Any) -> None:
     """Load the response and answer calls of its functions."""
-    names = load(plan["code"], plan["imports"])
+    global STREAMS
+    names = load(plan["code"], "solution", plan["imports"])
+    STREAMS = []
     channel.send({"ready": True})
     while (request := channel.receive()) is not None:
         channel.send(_answer(names, request))
-    return 0
 
 
 def _answer(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
-    name = request.get("look") or request["call"]
     if "look" in request:
-        found = names.get(name)
+        found = names.get(name := request["look"])
         try:
             return {"function": True} if callable(found) else {"value": plain(found)} if name in names else {}
         except Exception:
             return {}
     try:
-        owner = names.get("Solution") if request.get("method") else None
-        function = getattr(owner(), name) if hasattr(owner, name) else names[name]  # type: ignore[misc]
-        value = function(*value_of(request["args"]), **value_of(request["kwargs"]))
+        return _result(names, request)
     except BaseException as error:
         return {"raised": [kind.__name__ for kind in type(error).__mro__], "text": _text_of(error)}
-    return {"value": plain(value)}
+
+
+def _result(names: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    if "next" in request:
+        item = next((STREAMS or [])[request["next"]], STREAMS)
+        return {} if item is STREAMS else {"value": plain(item)}
+    name, positional, keywords = request["call"], value_of(request["args"]), value_of(request["kwargs"])
+    owner = names.get("Solution") if request.get("method") else None
+    function = getattr(owner(), name) if hasattr(owner, name) else names[name]  # type: ignore[misc]
+    value = plain(function(*positional, **keywords))
+    if request.get("json"):
+        return {"value": value_of(value)}
+    return {"value": value, "arguments": plain([*positional, *keywords.values()]) if request["in_place"] else []}
 
 
 def _text_of(error: BaseException) -> str:
@@ -173,33 +208,47 @@ def _text_of(error: BaseException) -> str:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-def run_tests(plan: dict[str, Any], channel: Any) -> int:
-    """Run tests whose functions live in another process. `PASSED` if they end without an error."""
-    ready = channel.receive()
-    if ready != {"ready": True}:
-        return 1
-    source = plan["test"]
+def run_tests(plan: dict[str, Any], channel: Any) -> Any:
+    """Run tests whose functions live in another process. The verdict if they end without an error."""
+    if channel.receive() != {"ready": True}:
+        return None
+    response, tree = CodeUnderTest(channel), _InPlace().visit(_tree_of(plan["test"], plan["token"]))
     scope: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
-    for name in plan["names"] or free_names(source):
-        found = _ask(channel, {"look": name})
-        if "value" in found:
-            scope[name] = value_of(found["value"])
-        elif found or hasattr(builtins, name):
-            scope[name] = _proxy(channel, name)
-        elif name in sys.stdlib_module_names:
-            scope[name] = importlib.import_module(name)
-    exec(compile(_tree_of(source, plan["token"]), "tests.py", "exec"), scope)
-    return PASSED
+    for name in plan["names"] or free_names(plan["test"]):
+        try:
+            scope[name] = response.find(name)
+        except AttributeError:
+            if hasattr(builtins, name):
+                scope[name] = response.function(name)
+            elif name in sys.stdlib_module_names:
+                scope[name] = importlib.import_module(name)
+    solution: Any = types.ModuleType("solution")
+    solution.__getattr__ = response.find
+    sys.modules["solution"] = solution
+    MAKERS["stream"] = response.items
+    scope[IN_PLACE] = lambda function: getattr(function, "in_place", function)
+    return _verdict(plan.pop("sign"), _execute(ast.fix_missing_locations(tree), scope), response)
 
 
-def run_together(plan: dict[str, Any], channel: Any) -> int:
-    """Run the response and then its tests in this process. The response can forge the sign that is sent here."""
-    tests = compile(_tree_of(plan["test"], plan["token"]), "tests.py", "exec")
-    sign = plan.pop("sign")
-    names = load(plan["code"])
-    exec(tests, names)
-    channel.send(sign)
-    return 0
+def run_together(plan: dict[str, Any], channel: Any) -> Any:
+    """Run the response and then its tests in this process."""
+    tree = _tree_of(plan["test"], plan["token"])
+    names = load(plan["code"], "solution") | {"__name__": "__main__"}
+    used = "solution" in plan["test"] or any(name in names for name in free_names(plan["test"]))
+    return _verdict(plan.pop("sign"), _execute(tree, names), types.SimpleNamespace(used=used))
+
+
+def _verdict(sign: str, tests: object, response: Any) -> Any:
+    """A pass. `sign`: a random text. While the tests run, only the stack of their caller has it: neither a variable nor
+    the garbage collector leads to it."""
+    return {"sign": sign, "used": response.used}
+
+
+def _execute(tree: ast.Module, scope: dict[str, Any]) -> object:
+    """Run tests, then the functions in them that pytest would find and that need no arguments."""
+    exec(compile(tree, "tests.py", "exec"), scope)
+    functions = [found for name, found in scope.items() if name.startswith("test") and hasattr(found, "__code__")]
+    return [one() for one in functions if one.__code__.co_filename == "tests.py" and not one.__code__.co_argcount]
 
 
 def free_names(source: str) -> list[str]:
@@ -222,30 +271,53 @@ def free_names(source: str) -> list[str]:
     return list(called) if len(called) == 1 else []
 
 
-def _ask(channel: Any, request: Any) -> Any:
-    """The reply of the process of the response. If there is none, ends this process: no test may catch that."""
-    try:
-        channel.send(request)
-        reply = channel.receive()
-        if isinstance(reply, dict):
-            return reply
-    except Exception:
-        pass
-    os._exit(1)
+class CodeUnderTest:
+    """The response, in the process of the tests."""
 
+    def __init__(self, channel: Any) -> None:
+        self._channel, self.used = channel, False
 
-def _proxy(channel: Any, name: str) -> Callable[..., Any]:
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        reply = _ask(channel, {"call": name, "args": plain(list(arguments)), "kwargs": plain(keywords)})
-        if "raised" in reply:
-            raise _exception_of(reply)
+    def find(self, name: str) -> Any:
+        """A value or a function. Raises: `AttributeError` if the response has neither."""
+        found = {} if name.startswith("__") else self._ask({"look": name})
+        if not found:
+            raise AttributeError(name)
+        return found["value"] if "value" in found else self.function(name)
+
+    def function(self, name: str) -> Any:
+        call: Any = partial(self._call, name, False)
+        call.__name__, call.in_place = name, partial(self._call, name, True)
+        return call
+
+    def _call(self, name: str, in_place: bool, /, *arguments: Any, **keywords: Any) -> Any:
+        given = {"args": plain(list(arguments)), "kwargs": plain(keywords), "in_place": in_place}
+        reply = self._ask({"call": name, **given})
+        for ours, theirs in zip((*arguments, *keywords.values()), reply["arguments"], strict=False):
+            if isinstance(ours, list | bytearray):
+                ours[:] = theirs
+            elif isinstance(ours, dict | set):
+                ours.clear()
+                ours.update(theirs)
+        return reply["value"]
+
+    def items(self, stream: int) -> Iterator[Any]:
+        """The items of an iterator of the response, each when it is needed."""
+        while "value" in (reply := self._ask({"next": stream})):
+            yield reply["value"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply of the response. If there is none, ends this process: no test may catch that. Raises: what the
+        response raised."""
         try:
-            return value_of(reply["value"])
+            self._channel.send(request)
+            reply = self._channel.receive()
+            reply |= {name: value_of(reply[name]) for name in ("value", "arguments") if name in reply}
         except Exception:
             os._exit(1)
-
-    call.__name__ = name
-    return call
+        self.used = self.used or "look" not in request or "value" in reply
+        if "raised" in reply:
+            raise _exception_of(reply)
+        return dict(reply)
 
 
 def _exception_of(reply: Mapping[str, Any]) -> Exception:
@@ -259,6 +331,16 @@ def _exception_of(reply: Mapping[str, Any]) -> Exception:
             except TypeError:
                 break
     return RuntimeError(str(reply.get("text")))
+
+
+class _InPlace(ast.NodeTransformer):
+    """Lets a call whose result is not used change the test's arguments, as the response changes its copies. Other calls
+    leave them alone: their result may be compared with a value that is made of the arguments."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        if isinstance(node.value, ast.Call):
+            node.value.func = ast.Call(ast.Name(IN_PLACE, ast.Load()), [node.value.func], [])
+        return node
 
 
 class _Impossible(ast.NodeTransformer):
@@ -289,8 +371,8 @@ def _tree_of(source: str, token: str) -> ast.Module:
 
 # -- one process, one role ---------------------------------------------------------------------------------------------
 
-ROLES: dict[str, Callable[[dict[str, Any], Any], int]] = {
-    "program": lambda plan, channel: run_program(plan),
+ROLES: dict[str, Callable[[dict[str, Any], Any], Any]] = {
+    "program": run_program,
     "serve": serve,
     "tests": run_tests,
     "together": run_together,
@@ -298,14 +380,17 @@ ROLES: dict[str, Callable[[dict[str, Any], Any], int]] = {
 
 
 def run(plan: dict[str, Any], channel: Any) -> None:
-    """Play the role that the plan names, and end this process."""
-    status = 1
+    """Play the role that the plan names, write a verdict to standard output, and end this process."""
+    output = os.dup(1)
+    if plan["role"] != "program":
+        os.dup2(2, 1)  # what tests print goes nowhere
     try:
         sys.set_int_max_str_digits(0)
-        status = ROLES[plan["role"]](plan, channel)
+        verdict = ROLES[plan["role"]](plan, channel)
     except BaseException:
         os._exit(1)
-    os._exit(status)
+    os.write(output, json.dumps(verdict).encode())
+    os._exit(0)
 
 
 # -- in a sandbox service ----------------------------------------------------------------------------------------------
@@ -342,10 +427,10 @@ def run_recorded() -> None:
     given = json.loads(sys.stdin.read())
     plan = given["plan"]
     channel = Recorded(given["messages"], asks=plan["role"] == "tests")
-    status = 1
+    verdict = None
     try:
         sys.set_int_max_str_digits(0)
-        status = ROLES[plan["role"]](plan, channel)
+        verdict = ROLES[plan["role"]](plan, channel)
     except BaseException:
-        status = 1
-    tell({"status": status, "sent": channel.sent})
+        verdict = None
+    tell({"verdict": verdict, "sent": channel.sent})

@@ -6,7 +6,6 @@ failure of the service must never count as a wrong answer. The API: https://byte
 """
 
 import json
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from engine.errors import RewardFailure, message_of
+from engine.tasks import code_grading as grading
 from engine.tasks import code_roles
-from engine.tasks.code_grading import GRACE_S, IMPORTS, LONGEST_OUTPUT, CodeLimits, CodeTest, returns, same_output
-from engine.tasks.code_roles import LONGEST_MESSAGE, PASSED, plain
+from engine.tasks.code_grading import GRACE_S, IMPORTS, CodeLimits, CodeTest
+from engine.tasks.code_roles import LONGEST_MESSAGE
 from engine.tasks.reward_forms import Problem
 
 PROGRAM = Path(code_roles.__file__).read_text(encoding="utf-8") + "\n\nrun_recorded()\n"
@@ -42,34 +42,32 @@ def check_service(url: str) -> Problem | str:
 
 
 def passes_in_service(url: str | None, limits: CodeLimits, code: str, test: CodeTest, impossible: str) -> bool:
-    """As `code_grading.passes`. Raises: `RewardFailure` if the service fails."""
+    """As `code_grading.passes`. Raises: `RewardFailure` if the service fails; `Unused`."""
     service = _Service(url or "", limits)
     if test.function:
-        call = {"call": test.function, "method": True, "args": plain(test.arguments), "kwargs": {"dict": []}}
-        replies = service.play({"role": "serve", "code": code, "imports": IMPORTS}, [call]).get("sent")
+        replies = service.play({"role": "serve", "code": code, "imports": IMPORTS}, [grading.call_of(test)]).get("sent")
         reply = replies[1] if isinstance(replies, list) and len(replies) == 2 else None
-        return returns(reply, impossible or test.expected)
-    if test.code and test.same_process:
-        sign = secrets.token_hex(16)
-        plan = {"role": "together", "code": code, "test": test.code, "token": impossible, "sign": sign}
-        return service.play(plan, []).get("sent") == [sign]
+        return grading.returns(reply, impossible or test.expected)
     if test.code:
-        return _passes_apart(service, code, test, impossible)
-    output = service.run(code, test.stdin)
-    return output is not None and same_output(output, impossible or test.stdout or "")
+        return _passes_tests(service, code, test, impossible)
+    expected = impossible or test.stdout or ""
+    output = service.run(code, test.stdin, grading.longest_output(expected))
+    return output is not None and grading.same_output(output.encode("utf-8", "surrogatepass"), expected)
 
 
-def _passes_apart(service: "_Service", code: str, test: CodeTest, impossible: str) -> bool:
+def _passes_tests(service: "_Service", code: str, test: CodeTest, impossible: str) -> bool:
     """Run the tests until they call a function whose result is unknown; run the response to get it; repeat."""
-    tests = {"role": "tests", "test": test.code, "names": test.names, "token": impossible}
+    plan = grading.tests_plan(test, impossible)
+    if test.same_process:
+        return grading.is_pass(service.play(plan | {"code": code}, []).get("verdict"), plan)
     calls: list[Any] = []
     while service.limits.remaining_s:
         replies = service.play({"role": "serve", "code": code, "imports": ""}, calls).get("sent")
         if not isinstance(replies, list) or len(replies) != len(calls) + 1:
             return False
-        answer = service.play(tests, replies)
+        answer = service.play(plan, replies)
         if "need" not in answer:
-            return bool(answer.get("status") == PASSED)
+            return grading.is_pass(answer.get("verdict"), plan)
         calls.append(answer["need"])
     return False
 
@@ -87,7 +85,7 @@ class _Service:
             return {}
         return answer if isinstance(answer, dict) else {}
 
-    def run(self, code: str, stdin: str, longest: int = LONGEST_OUTPUT) -> str | None:
+    def run(self, code: str, stdin: str, longest: int) -> str | None:
         """The output of a program; None if it failed, exceeded a limit or wrote too much."""
         seconds = min(self.limits.limit_s, self.limits.remaining_s)
         if not seconds:
@@ -100,7 +98,9 @@ class _Service:
         request = Request(self._url, json.dumps(body).encode(), head)
         try:
             with urlopen(request, timeout=seconds + GRACE_S) as response:
-                data = response.read(8 * longest)
+                data = response.read(8 * longest + 1)
+            if len(data) > 8 * longest:
+                return None
             answer = json.loads(data)
             status, result = answer["status"], answer.get("run_result") or {}
         except (OSError, URLError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-r"""Final answers in texts: the last number, the last `\boxed{...}`, the last letter of a choice.
+r"""Final answers in texts: the last number, the last `\boxed{...}`, the last letter of a choice, the last code.
 
 The built-in rewards compare them, and the majority vote counts them. Nothing here knows a row's right answer.
 """
@@ -98,3 +98,32 @@ def _is_word(letter: str, next_word: str | None) -> bool:
     if letter not in "AI" or next_word is None:
         return False
     return letter == "I" or next_word.strip() not in _AFTER_A_CHOICE
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+_FENCE = re.compile(r"(?P<before>.*?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<mark>[^`\r]*?)\s*")
+_PYTHON = re.compile(r"\W*i?py(thon)?[\d.]*\b", re.IGNORECASE)
+
+
+def last_python(text: str) -> str | None:
+    """The content of the last code block that is marked as Python, else of the last one without a mark. As in Markdown,
+    a block ends at a line that is only a fence, or with the text. The closing fence may also end the last line."""
+    blocks: dict[str, list[str]] = {}
+    opening, lines, indent = "", list[str](), 0
+    for line in text.split("\n"):
+        found = _FENCE.fullmatch(line)
+        before, fence, mark = found.groups() if found is not None else (line, "", "")
+        alone = not before.strip()
+        if not opening:
+            python = _PYTHON.match(mark) is not None
+            if fence and (alone or python):
+                opening, lines, indent = fence, [], len(before) * alone
+                blocks["python" if python else mark] = lines
+            continue
+        quoted = before.count("'") % 2 or before.count('"') % 2
+        if fence.startswith(opening) and not mark and (len(before) < indent + 4 if alone else not quoted):
+            opening, line = "", before
+        lines.append(line[min(indent, len(line) - len(line.lstrip())) :])
+    code = blocks.get("python", blocks.get(""))
+    return None if code is None else "\n".join(code)

@@ -57,6 +57,20 @@ ESCAPES = {
     "write to /var/tmp": "open('/var/tmp/left', 'w').write('x')",
     "connect to a server": "socket.create_connection(('127.0.0.1', $PORT), 1)",
     "connect to a local socket": "socket.socket(socket.AF_UNIX).connect('\\0engine-test-$PORT')",
+    "open a local socket": "socket.socket(socket.AF_UNIX)",
+    "send to local sockets": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "be signaled for a socket": "fcntl.ioctl(PAIR[0], 0x8901, struct.pack('i', $RUN))",
+    "be signaled for another socket": "fcntl.ioctl(PAIR[0], 0x8902, struct.pack('i', $RUN))",
+    "ask for signals": "fcntl.ioctl(PAIR[0], 0x5452, struct.pack('i', 1))",
+    "ask for signals by another call": "fcntl.fcntl(PAIR[0], fcntl.F_SETOWN, $RUN)",
+    "take a lease": "fcntl.fcntl(os.open(os.__file__, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "open its peer": "PAIR[0].getsockopt(socket.SOL_SOCKET, 77, 4)",
+    "get the process with a message": "PAIR[0].setsockopt(socket.SOL_SOCKET, 76, 1)",
+    "watch files": "call(INOTIFY, 0)",
+    "watch all files": "call(FANOTIFY, 0, 0)",
+    "read a project in /usr/src": "os.listdir('/usr/src')",
+    "read a project in /usr/local/share": "os.listdir('/usr/local/share')",
+    "read a project that is an environment": "open('$PREFIX/bin/activate')",
     "open a socket to the hypervisor": "socket.socket(40, socket.SOCK_STREAM)",
     "use io_uring": "call(425, 4, ctypes.create_string_buffer(120))",
     "trace a process": "call(TRACE, 16, $RUN, 0, 0)",
@@ -70,11 +84,11 @@ ESCAPES = {
     "become root": "os.setuid(0)\nassert os.getuid() != $RUN_USER",
 }
 """What each program tries. It prints "held" if an error stops it."""
-CALLS = {"x86_64": (101, 321, 323, 272, 56, 250), "aarch64": (117, 280, 282, 97, 220, 219)}
+CALLS = {"x86_64": (101, 321, 323, 272, 56, 250, 294, 300), "aarch64": (117, 280, 282, 97, 220, 219, 26, 262)}
 PROGRAM = """
-import ctypes, errno, os, resource, socket
-PARENT = os.getppid()
-TRACE, BPF, USERFAULTFD, UNSHARE, CLONE, KEYCTL = {calls}
+import ctypes, errno, fcntl, os, resource, socket, struct
+PARENT, PAIR = os.getppid(), socket.socketpair()
+TRACE, BPF, USERFAULTFD, UNSHARE, CLONE, KEYCTL, INOTIFY, FANOTIFY = {calls}
 def call(*arguments):
     ctypes.set_errno(0)
     failed = ctypes.CDLL(None, use_errno=True).syscall(*arguments) == -1
@@ -100,7 +114,13 @@ def escapes_from(level: str, secret: str) -> list[str]:
         limits = CodeLimits(limit_s=10.0, memory_mb=512, processes=2, deadline=monotonic() + 300, levels=[level])
         with Rooms(limits, 1) as rooms:
             for name, escape in ESCAPES.items():
-                named = {"$RUN_USER": os.getuid(), "$RUN": os.getpid(), "$SECRET": secret, "$PORT": port}
+                named = {
+                    "$RUN_USER": os.getuid(),
+                    "$RUN": os.getpid(),
+                    "$SECRET": secret,
+                    "$PORT": port,
+                    "$PREFIX": sys.prefix,
+                }
                 for word, value in named.items():
                     escape = escape.replace(word, str(value))
                 body = "\n".join(f"    {line}" for line in escape.splitlines())

@@ -24,8 +24,47 @@ TASKS: dict[str, tuple[str, Any]] = {
     ),
     "one": ("def one(): return 1", {"fn_name": "one", "inputs": [[]], "outputs": [1]}),
     "double": ("print(int(input()) * 2)", {"inputs": ["4", "20"], "outputs": ["8", "40"]}),
-}
+    "evaluated": ("def text(): return '1 + 2'", "assert eval(text()) == 3\nassert eval(text()) == 3"),
+    "unpickled": (
+        "import pickle\ndef data(): return pickle.dumps(3)", "import pickle\nassert pickle.loads(data()) == 3"
+    ),
+    "in place": (
+        "def turn(rows):\n rows.reverse()\n rows[0].clear()\n return rows",
+        "rows, names = [[1], [2]], {'a': 1}\nturn(rows)\nassert rows == [[], [1]]",
+    ),
+    "endless": (
+        "def count(xs):\n while True: yield from xs",
+        "from itertools import islice\nxs = count([1, 2])\nassert list(islice(xs, 3)) == [1, 2, 1] and next(xs) == 2",
+    ),
+    "imported": (
+        "def add(a, b): return a + b\nif __name__ == '__main__': print(add(int(input()), 1))",
+        "from solution import add\ndef test_add(): assert add(1, 2) == 3",
+    ),
+    "long": ("print('12345678\\n' * 200_000)", {"input": "", "output": "12345678\n" * 200_000}),
+}  # fmt: skip
 """For each task an honest program, and the tests."""
+
+HONEST = {
+    "output at exit": "import atexit\nout = [str(int(input()) * 2)]\natexit.register(lambda: print(*out))",
+    "output of a destructor": "class D:\n def __del__(self): print(self.x)\nd = D()\nd.x = int(input()) * 2",
+    "an open file": "out = open(1, 'w')\nout.write(str(int(input()) * 2))",
+    "closed output": "import sys\nprint(int(input()) * 2)\nsys.stdout.close()",
+    "a closed descriptor": "import os\nprint(int(input()) * 2, flush=True)\nos.close(1)",
+    "its own output": "import io, sys\nsys.stdout = io.StringIO()\nprint(int(input()) * 2)\n"
+    "sys.__stdout__.write(sys.stdout.getvalue())",
+    "an exit": "import sys\nprint(int(input()) * 2)\nsys.exit(0)",
+    "input to its end": "print(int(input()) * 2)\ntry:\n while True: input()\nexcept EOFError: pass",
+    "a device": "print(int(open('/dev/stdin').read()) * 2)",
+    "raw input": "import sys\nassert sys.stdin.mode == 'r' and sys.stdin.buffer.peek(1)\n"
+    "sys.stdout.buffer.write(b'%d' % (int(sys.stdin.buffer.readline()) * 2))",
+    "a thread with a large stack": "import threading\nthreading.stack_size(1 << 26)\n"
+    "thread = threading.Thread(target=lambda: print(int(input()) * 2))\nthread.start()\nthread.join()",
+    "deep recursion": "import functools, sys\nsys.setrecursionlimit(10**6)\n@functools.lru_cache(None)\n"
+    "def f(n): return n and f(n - 1) + 1\nprint(f(50_000) - 50_000 + int(input()) * 2)",
+    "a main module": "import pickle\nclass A: pass\nif __name__ == '__main__':\n"
+    " assert type(pickle.loads(pickle.dumps(A()))) is A\n print(int(input()) * 2)",
+}
+"""Programs for the task `double`."""
 
 EQUAL = """
 class Equal:
@@ -137,6 +176,33 @@ REPLACES = {
     " b'{\"ready\": true}\\n'):\n for fd in range(64):\n  try: os.write(fd, word)\n  except OSError: pass\nos._exit(0)",
     "ptrace": "import ctypes, os\nc = ctypes.CDLL(None)\nassert c.ptrace(16, os.getppid(), 0, 0) == 0\nos._exit(0)",
 }
+EVALUATED = {
+    "an exit status": "import os\nos._exit(77)",
+    "an end": "import os\nos._exit(0)",
+    "an exit": "raise SystemExit(0)",
+    "every frame": "import os, re, sys\nseen, f = set(), sys._getframe(0)\nwhile f:\n"
+    " seen |= set(re.findall('[0-9a-f]{32}', repr(f.f_locals) + repr(f.f_globals)))\n f = f.f_back\n",
+    "the collector": "import gc, os, sys\nseen, f, every = set(), sys._getframe(0), gc.get_objects()\nwhile f:\n"
+    " every.append(f)\n f = f.f_back\n"
+    "for one in every: seen |= {x for x in gc.get_referents(one) if type(x) is str and len(x) == 32}",
+}
+SEND = """
+import json
+for sign in seen:
+    for fd in range(64):
+        try: os.write(fd, json.dumps({"sign": sign, "used": True}).encode())
+        except OSError: pass
+os._exit(0)
+"""
+ONE_HASH = """
+import os, socket
+def one():
+    M = 2**61 - 1
+    keys = b', '.join(b'[{"int": "%x"}, 0]' % (M * i) for i in range(100_000))
+    socket.socket(fileno=3).sendall(b'{"value": {"dict": [' + keys + b']}}\\n')
+    os._exit(0)
+"""
+"""A reply with 100 000 integers that have the same hash: Python needs minutes to make a dictionary of them."""
 OTHERS: dict[str, tuple[str, str]] = {
     "all() is true": ("all", "def all(xs): return True\ndef add(a, b): return 0"),
     "range() is empty": ("loop", "def range(*a): return []\ndef add(a, b): return 0"),
@@ -154,6 +220,13 @@ OTHERS: dict[str, tuple[str, str]] = {
     "a list of guesses": ("one", "def one(): return [[1], 1]"),
     "a dictionary that is equal": ("one", "class D(dict):\n def __eq__(self, o): return True\ndef one(): return D()"),
     "text that is a number": ("one", "def one(): return '1'"),
+    "keys with one hash": ("one", ONE_HASH),
+    "keys with one hash for a test": ("add", ONE_HASH.replace("one()", "add(a, b)")),
+    "an exit in place of data": (
+        "unpickled",
+        "import os, pickle\nclass E:\n def __reduce__(self): return os._exit, (77,)\n"
+        "def data(): return pickle.dumps(E())",
+    ),
     "all numbers": ("double", "for i in range(100): print(i)"),
     "no output": ("double", ""),
     "output to another stream": ("double", "import sys\nprint(8, 40, file=sys.stderr)\nsys.exit(0)"),
@@ -169,6 +242,9 @@ FORGERIES |= {f"lies: {name}": ("add", EQUAL + code) for name, code in LIES.item
 FORGERIES |= {f"reads: {name}": ("add", READ + code) for name, code in READS.items()}
 FORGERIES |= {f"replaces: {name}": ("add", EQUAL + code) for name, code in REPLACES.items()}
 FORGERIES |= OTHERS
+for name, code in EVALUATED.items():
+    text = f"exec({code + SEND * ('seen' in code)!r})"
+    FORGERIES[f"evaluated: {name}"] = ("evaluated", f"def text(): return {text!r}")
 
 
 def score(code: str, tests: Any, **arguments: Any) -> float:
@@ -179,6 +255,11 @@ def score(code: str, tests: Any, **arguments: Any) -> float:
 @pytest.mark.parametrize("task", TASKS)
 def test_an_honest_solution_passes(task: str) -> None:
     assert score(*TASKS[task]) == 1.0
+
+
+@pytest.mark.parametrize("what", HONEST)
+def test_an_honest_program_passes_however_it_reads_and_writes(what: str) -> None:
+    assert score(HONEST[what], TASKS["double"][1]) == 1.0
 
 
 @pytest.mark.parametrize("name", FORGERIES)

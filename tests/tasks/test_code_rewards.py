@@ -11,8 +11,10 @@ import pytest
 from engine.config.reward import NamedReward, RewardSection
 from engine.config.reward_functions import reward_of_section
 from engine.errors import DataFailure
+from engine.tasks import code_rewards
 from engine.tasks.code_grading import CodeLimits, CodeTest, Rooms, passes
 from engine.tasks.code_rewards import IMPOSSIBLE_EVERY, code_tests, python_tests
+from engine.tasks.extraction import last_python
 from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -35,7 +37,7 @@ def score(response: str, tests: Any, **arguments: Any) -> float:
         (ECHO, {"inputs": ["4"], "outputs": ["9"]}, 0.0),
         (ECHO, '{"inputs": ["4"], "outputs": ["8"]}', 1.0),
         ("def add(a, b): return a + b", "assert add(1, 2) == 3", 1.0),
-        ("no code", "assert True", 0.0),
+        ("no code", "assert add(1, 2) == 3", 0.0),
     ],
 )
 def test_code_is_worth_something_if_its_tests_pass(response: str, tests: Any, value: float) -> None:
@@ -43,8 +45,34 @@ def test_code_is_worth_something_if_its_tests_pass(response: str, tests: Any, va
 
 
 def test_a_response_without_code_is_distinguished_from_wrong_code() -> None:
-    assert isinstance(score("no code", "assert True"), NoAnswer)
+    assert isinstance(score("no code", "assert add(1, 2) == 3"), NoAnswer)
     assert not isinstance(score(WRONG, "assert add(1, 2) == 3"), NoAnswer)
+
+
+FENCED = [
+    ("```py\nx\n```", "x"),
+    ("```python\r\nx\r\n```\r\n", "x\r"),
+    ("~~~python\nx\n~~~", "x"),
+    ("```{.python title='a'}\nx\n```", "x"),
+    ("So: ```python\nx\n```", "x"),
+    ("```python\nx```\nDone.", "x"),
+    ("```python\nx", "x"),
+    ('```python\nx = "```"\ny\n```', 'x = "```"\ny'),
+    ('```python\ndef f():\n    """\n    ```\n    """\n```', 'def f():\n    """\n    ```\n    """'),
+    ("````python\n```\nx\n````", "```\nx"),
+    ("1. so\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
+    ("```cpp\nx\n```\n```python\ny\n```", "y"),
+    ("```python\nx\n```\nIt prints\n```\n8\n```", "x"),
+    ("```\nx\n```\nand\n```\ny\n```", "y"),
+    ("```text\nx\n```", None),
+    ("x", None),
+]
+
+
+@pytest.mark.parametrize(("response", "code"), FENCED)
+def test_the_code_of_a_response_is_its_last_block_of_python(response: str, code: str | None) -> None:
+    found = last_python(response)
+    assert (found and found.removesuffix("\n")) == code
 
 
 SOLUTION = "```python\nclass Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n```"
@@ -79,9 +107,9 @@ def test_tests_that_need_classes_may_share_the_process() -> None:
     test = "s = Stack()\ns.push(1)\nassert s.pop() == 1"
     assert score(stack, test) == 0.0
     together = python_tests(prompt_with(test), Trajectory(text=stack), same_process=True)
-    assert isinstance(together, Scored) and (together, together.figures["same_process"]) == (1.0, 1.0)
+    assert isinstance(together, Scored) and (together, together.figures["unsafe"]) == (1.0, 1.0)
     half = score(stack + "\ndef one(): return 1", ["assert one() == 1", {"code": test, "same_process": True}])
-    assert isinstance(half, Scored) and (half, half.figures["same_process"]) == (1.0, 0.5)
+    assert isinstance(half, Scored) and (half, half.figures["unsafe"]) == (1.0, 0.5)
 
 
 VALUES = """
@@ -170,6 +198,7 @@ def test_a_share_of_the_tests_can_count() -> None:
         APPS | {"fn_name": "a b"},
         LIVE | {"inputs": ["one"]},
         [{"input": "1", "output": "1", "testtype": "functional"}],
+        "assert add(1, 2) = 3",
     ],
 )
 def test_a_row_without_tests_is_named(tests: Any) -> None:
@@ -177,11 +206,42 @@ def test_a_row_without_tests_is_named(tests: Any) -> None:
         score(ADD, tests)
 
 
+WITHOUT_CODE = {
+    "asks nothing": "assert list(reversed('ab')) == ['b', 'a']",
+    "asks Python only": "import math\nassert math.sqrt(4) == 2",
+    "is never called": "def check(candidate): assert candidate(1, 2) == 3",
+    "only looks": "from solution import add",
+    "forgives": "try: assert sub(1, 2) == 3\nexcept Exception: pass",
+    "shares the process": {"code": "assert True", "same_process": True},
+    "expects nothing": {"input": "1", "output": "\n"},
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_CODE)
+def test_a_test_that_passes_without_code_is_refused(what: str) -> None:
+    for response in (ADD, "no code") if what != "only looks" else (ADD,):
+        with pytest.raises(DataFailure, match=r"row 3 .*(passes without a response|an empty program passes)"):
+            score(response, WITHOUT_CODE[what])
+
+
+def test_tests_that_evaluate_an_answer_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    code_rewards._warn_once.cache_clear()
+    found = score("def f(): return '3'", ["assert eval(f()) == 3", "assert f() == '3'"])
+    assert isinstance(found, Scored) and (found, found.figures["unsafe"]) == (1.0, 0.5)
+    assert caplog.text.count("some tests evaluate or unpickle what a response returns") == 1
+
+
+def test_output_is_compared_by_bytes_and_lines() -> None:
+    assert score("print('a \\u2028b\\r')", {"input": "", "output": "a \u2028b\n\n"}) == 1.0
+    assert score("print('a\\u2028b')", {"input": "", "output": "a\nb"}) == 0.0
+    assert score("import os\nos.write(1, b'\\xff')", {"input": "", "output": "\ufffd"}) == 0.0
+
+
 FORBIDDEN = {
     "run for ever": "while True: pass",
     "take all memory": "kept = bytearray(1 << 30)",
     "start processes": "import os\nos.fork()",
-    "start threads": "import threading\nthreading.Thread(target=print).start()",
+    "start threads": "import _thread\n_thread.start_new_thread(print, ())",
     "write large files": "open('large', 'wb').write(bytes(1 << 26))",
     "read keys": "import os\nassert os.environ['HOME'] != os.path.expanduser('~root')\nos.environ['ENGINE_SECRET']",
 }
@@ -190,10 +250,10 @@ FORBIDDEN = {
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_a_program_cannot(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_SECRET", "of the run")
-    test = CodeTest(code="assert True")
+    test = CodeTest(code="assert one == 1")
     with rooms(limit_s=0.5 if what == "run for ever" else 20.0) as opened:
-        assert not passes(opened, FORBIDDEN[what], test)
-        assert passes(opened, "pass", test)
+        assert not passes(opened, FORBIDDEN[what] + "\none = 1", test)
+        assert passes(opened, "one = 1", test)
 
 
 def rooms(processes: int = 0, memory_mb: int = 256, limit_s: float = 20.0) -> Rooms:
@@ -208,9 +268,11 @@ def test_output_has_an_end() -> None:
 
 
 def test_processes_may_be_allowed() -> None:
-    code = "import threading\nthread = threading.Thread(target=print)\nthread.start()\nthread.join()"
+    code = (
+        "import _thread, threading\nend = threading.Event()\n_thread.start_new_thread(end.set, ())\nend.wait()\none = 1"
+    )
     with rooms(processes=8, memory_mb=512) as opened:
-        assert passes(opened, code, CodeTest(code="pass"))
+        assert passes(opened, code, CodeTest(code="assert one == 1"))
 
 
 def test_tests_are_read_in_order() -> None:

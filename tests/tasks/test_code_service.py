@@ -73,13 +73,14 @@ def score(service: Service, code: str, tests: Any, **arguments: Any) -> float:
 
 
 def test_a_service_runs_all_kinds_of_tests(service: Service) -> None:
-    for task in ("add", "call", "double"):
+    for task in ("add", "call", "double", "in place", "endless", "imported"):
         assert score(service, *TASKS[task]) == 1.0
     assert score(service, TASKS["add"][0], TASKS["add"][1], same_process=True) == 1.0
     for task, code in (
         ("add", "def add(a, b): return a - b"),
         ("call", "def add(a, b): return 3"),
         ("double", "print(8)"),
+        ("double", "print('8' * (9 << 20))"),
     ):
         assert score(service, code, TASKS[task][1]) == 0.0
     sent = service.asked[0]
