@@ -39,7 +39,7 @@ MOST_BLOCKED = 16
 """Maximum number of blocked threads. Python cannot end a blocked thread."""
 EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Error numbers that mean that the machine cannot start another program. Other errors concern the program."""
-PDEATHSIG = 1
+PDEATHSIG, DUMPABLE = 1, 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -161,6 +161,7 @@ class CommandRunner:
 
     A model with a shell can read everything that its program receives, so a program must not receive the answer or the
     run's secrets. It receives `INHERITED` and `environment`, and of the row's columns `PROMPT_COLUMNS` and `fields`.
+    This process gets undumpable: its environment and its memory are not readable through `/proc`, except for root.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class CommandRunner:
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         self._environment = {**inherited, **(environment or {})}
         self._fields = (*PROMPT_COLUMNS, *fields)
+        _LIBC.prctl(DUMPABLE, 0, 0, 0, 0)
 
     async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutResult:
         shown = {name: prompt.fields[name] for name in self._fields if name in prompt.fields}

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -63,6 +64,25 @@ def test_a_program_gets_the_model_the_prompt_and_no_secrets(tmp_path: Path, monk
 def test_a_program_behind_a_proxy_reaches_the_gateway_directly(tmp_path: Path) -> None:
     said = shown(tmp_path, environment={"HTTPS_PROXY": "http://proxy:8080", "NO_PROXY": "example.org"})
     assert said["env"]["no_proxy"] == said["env"]["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1,here"
+
+
+READS = (
+    "import os, sys\ntry: open(f'/proc/{os.getppid()}/environ').read()\n"
+    "except PermissionError: sys.exit(0)\nsys.exit('it reads the environment of the gateway')"
+)
+RUNS = (
+    "import asyncio, sys\nfrom engine.gateway.runners import CommandRunner\nfrom engine.trajectory import Prompt\n"
+    "runner = CommandRunner([sys.executable, '-c', sys.argv[1]])\n"
+    "asyncio.run(runner.run('http://here/v1', 'sk-1', Prompt(row=3, text='')))"
+)
+
+
+def test_a_program_cannot_read_the_environment_of_the_gateway() -> None:
+    """As an ordinary user: root may read everything."""
+    stand_in = str(Path(__file__).parents[1] / "tasks" / "kernel_stand_ins.py")
+    command = [sys.executable, stand_in, "user", sys.executable, "-c", RUNS, READS]
+    path = os.pathsep.join(sys.path)
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
 
 
 def test_agent_env_adds_variables_with_a_value_or_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
