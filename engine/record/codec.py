@@ -79,15 +79,20 @@ unpack = unpacker(Any)
 """Decodes plain values."""
 
 
-def _number_or_text(value: Any) -> Any:
-    """Convert an object of a subclass, such as a float of numpy, to the plain class."""
-    for plain in (float, int, str):
-        if isinstance(value, plain):
-            return plain(value)
+def plain(value: Any) -> Any:
+    """A number or text of a subclass, or a single number of numpy or torch, as one of the plain class. Raises:
+    `TypeError` for anything else."""
+    if type(value) in (bool, int, float, str):
+        return value
+    for kind in (float, int, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if getattr(value, "ndim", None) == 0 and type(number := value.item()) in (bool, int, float):
+        return number
     raise TypeError(f"{value!r:.100} is of type {type(value).__name__}; use numbers, texts, lists and dicts")
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_number_or_text).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
 
 
 def _check_size(data: bytes) -> None:

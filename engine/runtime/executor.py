@@ -31,12 +31,12 @@ from engine.commands import (
     TrainStep,
 )
 from engine.errors import reason_of
-from engine.events import GroupFailed, StateFailed
+from engine.events import GroupFailed, StateFailed, StopRequested
 from engine.ids import GroupId
 from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import SentOrder, Stores
-from engine.runtime.prompt_sources import Prompts, draw_prompts, read_prompt
+from engine.runtime.prompt_sources import PromptHangs, Prompts, draw_prompts, read_prompt_in_time
 from engine.runtime.supervisor import Supervisor
 from engine.states.limits import QUEUED
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -52,7 +52,8 @@ TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 
 class RunExecutor:
-    """`post` receives events, `finish` the end of the run. `check` raises for a prompt that cannot be sent."""
+    """`post` receives events, `finish` the end of the run. `check` raises for a prompt that cannot be sent.
+    `limit_of_prompt` returns the seconds that reading a prompt may take."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class RunExecutor:
         stores: Stores,
         check: Callable[[Prompt], None] = lambda prompt: None,
         filtered: FilteredSamples | None = None,
+        limit_of_prompt: Callable[[], float | None] = lambda: None,
         post: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -71,6 +73,8 @@ class RunExecutor:
         self._prompts = prompts
         self._stores = stores
         self._check = check
+        self._limit_of_prompt = limit_of_prompt
+        self._prompts_hang = False
         self._prepares = plan.limits.states_at(QUEUED)
         """The added states before generation."""
         self._described = plan.described if self._prepares else None
@@ -162,6 +166,8 @@ class RunExecutor:
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         prompt = self._read(command.group)
+        if self._prompts_hang:
+            return
         if isinstance(prompt, str):
             who: dict[str, Any] = {"replica": command.replica, "incarnation": command.incarnation}
             self._post(GroupFailed(group=command.group, attempt=command.attempt, **who, cause="data", reason=prompt))
@@ -169,10 +175,17 @@ class RunExecutor:
             self._order_replica(SentOrder(command, prompt))
 
     def _read(self, group: GroupId) -> Prompt | str:
-        """The prompt of a group, or why it cannot be sent: it must not fail the other orders of the message."""
+        """The prompt of a group, or why it cannot be sent: it must not fail the other orders of the message. A source
+        that hangs stops the run, and is asked no more."""
+        if self._prompts_hang:
+            return "its source hangs"
         try:
-            prompt = read_prompt(self._prompts, group)
+            prompt = read_prompt_in_time(self._prompts, group, self._limit_of_prompt())
             self._check(prompt)
+        except PromptHangs as error:
+            self._prompts_hang = True
+            self._post(StopRequested(reason=str(error)))
+            return str(error)
         except Exception as error:
             return f"its prompt cannot be read: {reason_of(error)}"
         return prompt
@@ -180,6 +193,8 @@ class RunExecutor:
     def _enter(self, command: EnterState) -> None:
         """Send the work of an added state, before generation with the prompt."""
         prompt = self._read(command.group) if command.state in self._prepares else None
+        if self._prompts_hang:
+            return
         if isinstance(prompt, str):
             who = {"group": command.group, "attempt": command.attempt}
             self._post(StateFailed(**who, state=command.state, cause="data", reason=prompt))

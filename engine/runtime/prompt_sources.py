@@ -6,13 +6,17 @@ of a `tasks.mixture.Mixture`. If that learns from the run, it reads the record, 
 """
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, PublishWeights, ResumeGroup, StartGroup
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
 from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.record.codec import plain
 from engine.states.process import REPLICA
 from engine.trajectory import Prompt
 from engine.workers.group_reports import describe_prompt
@@ -32,7 +36,8 @@ class Prompts(Protocol):
         """
 
     def prompt(self, group: GroupId) -> Prompt:
-        """The prompt of a drawn group. Raises: `DataFailure` if it cannot be read."""
+        """The prompt of a drawn group. Raises: `DataFailure` if it cannot be read. The run waits for it, and stops if
+        it exceeds `timeouts.draw_s`."""
 
 
 class CountedPrompts:
@@ -171,13 +176,35 @@ def read_prompt(prompts: Prompts, group: GroupId) -> Prompt:
     return contained(_checked_prompt, prompts, group)
 
 
+class PromptHangs(EngineError):
+    """A source has not returned a prompt in time."""
+
+
+def read_prompt_in_time(prompts: Prompts, group: GroupId, limit_s: float | None) -> Prompt:
+    """`read_prompt`, on a thread if the source is the user's: it may block. Raises: `PromptHangs` after `limit_s`."""
+    if isinstance(prompts, CountedPrompts):
+        return read_prompt(prompts, group)
+    read: Future[Prompt] = Future()
+
+    def work() -> None:
+        try:
+            read.set_result(read_prompt(prompts, group))
+        except Exception as error:
+            read.set_exception(error)
+
+    threading.Thread(target=work, name="prompt", daemon=True).start()
+    if not wait([read], limit_s).done:
+        raise PromptHangs(f"{type(prompts).__name__}.prompt({group}) exceeded {limit_s:g} s (timeouts.draw_s)")
+    return read.result()
+
+
 def _checked_draw(prompts: Prompts, first: GroupId, most: int) -> tuple[int, bool]:
     given: Any = prompts.draw(first, most)
     said = f"{type(prompts).__name__}.draw({first}, {most}) returned"
     whole = isinstance(given, tuple | list) and len(given) == 2
-    if not whole or type(given[0]) is not int or not isinstance(given[1], bool):
+    count, exhausted = map(_plain, given) if whole else (None, None)
+    if type(count) is not int or type(exhausted) is not bool:
         raise EngineError(f"{said} {given!r:.80}, not (how many prompts, whether they are the last)")
-    count, exhausted = given
     if not 0 <= count <= most:
         raise EngineError(f"{said} {count} prompts, which must be 0 to {most}, the number ordered")
     if not count and not exhausted:
@@ -190,7 +217,7 @@ def _checked_prompt(prompts: Prompts, group: GroupId) -> Prompt:
     if not isinstance(prompt, Prompt):
         law = f"{type(prompts).__name__}.prompt returned a {type(prompt).__name__} for group {group}, not a Prompt"
         raise DataFailure(law, group=group)
-    row, text, fields = [getattr(prompt, name) for name in ("row", "text", "fields")]
+    row, text, fields = map(_plain, (prompt.row, prompt.text, prompt.fields))
     problem = ""
     if not isinstance(row, int) or not -(2**63) <= row < 2**63:
         problem = f"row is a {type(row).__name__}, not an int of 64 bits"
@@ -200,7 +227,15 @@ def _checked_prompt(prompts: Prompts, group: GroupId) -> Prompt:
         problem = f"fields is a {type(fields).__name__}, not a mapping"
     if problem:
         raise DataFailure(f"the prompt of group {group}: {problem}", group=group)
-    return prompt
+    return prompt if row is prompt.row else replace(prompt, row=row)
+
+
+def _plain(value: Any) -> Any:
+    """A number as the record has it; any other value as it is."""
+    try:
+        return plain(value)
+    except TypeError:
+        return value
 
 
 def as_prompts(items: Sequence[Prompt | str]) -> list[Prompt]:

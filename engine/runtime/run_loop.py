@@ -162,6 +162,7 @@ class RunLoop:
             stores=stores,
             check=processes.check,
             filtered=self._filtered,
+            limit_of_prompt=self._limit_of_prompt,
             post=self.post,
             finish=self._finish,
         )
@@ -181,6 +182,11 @@ class RunLoop:
             return None
         filter = PolicySet.from_names(plan.policies).names["filter"]
         return FilteredSamples(keeper, lambda: state.training.steps_trained, filter)
+
+    def _limit_of_prompt(self) -> float | None:
+        """Seconds that reading a prompt may take: as long as a draw."""
+        state = self.scheduler.state
+        return state.limits.timeouts.limit("draw", state.limit_check.longest.get("draw"), fresh=False)
 
     def _watch_with(self, prompts: Prompts) -> None:
         """Let a source that learns from the run catch up with the record. Raises: `RecordError`."""

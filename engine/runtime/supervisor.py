@@ -11,17 +11,21 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.commands import ProbeProcess, StartProcess, StopProcess
-from engine.errors import EngineError, clean, reason_of
+from engine.errors import EngineError, RunFailed, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.runtime.plan import Plan, Redo, Restore
 from engine.runtime.process_port import SERVICES, Found, Key, ProcessEnd, Processes, ProcessHandle, SentOrder, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
+from engine.states.timeouts import MOST_S
 from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
 from engine.workers.threads import on_a_thread
 
 log = logging.getLogger(__name__)
+
+LAUNCHED = (TRAINER, SCORER, ADDED_STATES, REPLICA)
+"""The order in which a launch starts processes. In one process, they load in this order, one after another."""
 
 
 class Life:
@@ -87,12 +91,46 @@ class Supervisor:
 
     async def open(self, restore: Restore | None = None) -> None:
         """Start every process and wait until each is up, except replicas without room in the cluster. The trainer
-        begins from `restore`.
+        begins from `restore`. The time limit of a start begins anew with each process that comes up.
 
         Raises the first failure, as `ProcessHandle.bring_up` does. Once enough replicas are up, `start` reports the
         failures of the others. This wait only shows a user a broken plan before the run begins; no decision of the run
         depends on it.
         """
+        launch = asyncio.ensure_future(self._launch(restore))
+        limit_s = self._limit_of_start(restore)
+        try:
+            while not launch.done():
+                late = self._loading()
+                await asyncio.wait([launch], timeout=limit_s)
+                if not launch.done() and self._loading() == late and (late := await self._not_waiting_for_room(late)):
+                    for life in late:
+                        self._forget(life, hung=True)
+                    first = min(late, key=lambda life: (LAUNCHED.index(life.kind), life.index))
+                    limit = f"the time limit of {limit_s:g} s to start (timeouts.start_s)"
+                    raise RunFailed(f"{name_of(*first.key)} exceeded {limit}, before the run has begun")
+            await launch
+        finally:
+            launch.cancel()
+
+    def _limit_of_start(self, restore: Restore | None) -> float | None:
+        """Seconds in which a process of the launch must come up; None: there is no limit."""
+        timeouts, longest = self._state.limits.timeouts, self._state.limit_check.longest
+        limit_s = timeouts.limit("start", longest.get("start"), fresh=True)
+        if limit_s is None or restore is None:
+            return limit_s
+        train_s = timeouts.limit("train", longest.get("train"), fresh=True)
+        return limit_s + len(restore.redo) * (MOST_S if train_s is None else train_s)
+
+    def _loading(self) -> list[Life]:
+        return [life for life in self._lives.values() if not life.up and life.kind not in SERVICES]
+
+    async def _not_waiting_for_room(self, lives: list[Life]) -> list[Life]:
+        replicas = sum(life.kind == REPLICA for life in self._lives.values())
+        lacks = {kind: await self._processes.lacking(kind, replicas) for kind in (REPLICA, TRAINER)}
+        return [life for life in lives if not lacks.get(life.kind)]
+
+    async def _launch(self, restore: Restore | None) -> None:
         replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
         workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
         workers += [self._make((ADDED_STATES, 0))] if self._plan.limits.added_states else []

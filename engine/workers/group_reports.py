@@ -58,6 +58,7 @@ def check_generated(
     problem = _group_problem(work, generated, versions)
     if problem:
         raise EngineError(f"generate() returned {problem}", group=work.group)
+    group.group = work.group  # an equal number of another class, such as numpy's, is none that the record has
     count = sum(not getattr(trajectory, "continues", False) for trajectory in group.trajectories)
     if count != work.samples and not (generated.aborted and count < work.samples):
         raise EngineError(f"generate() returned {count} trajectories, not the {work.samples} asked for")

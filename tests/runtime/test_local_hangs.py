@@ -13,9 +13,9 @@ import engine.runtime.local
 from engine.errors import RunFailed
 from engine.protocols import Batch, Generated, GroupWork
 from engine.runtime.local import RunResult, SimpleTrainer, local_processes
-from engine.states.limits import REWARDING, AddedState, Limits
+from engine.states.limits import REWARDING, AddedState, Limits, Pool
 from engine.states.timeouts import Timeouts
-from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers import worker_tasks
 
 
@@ -199,3 +199,33 @@ def test_a_trainer_that_cancels_its_own_task_ends_the_run_with_the_cause() -> No
 
     with pytest.raises(RunFailed, match=r"the trainer is lost: a task of its worker failed: CancelledError"):
         run(trainer=Cancelling())
+
+
+@pytest.mark.parametrize("hangs", ["generators", "make_scorer"])
+def test_a_factory_that_hangs_at_the_launch_ends_the_run_with_its_limit(hangs: str, freed: threading.Event) -> None:
+    def hang(which: Any) -> Any:
+        freed.wait()
+
+    name, limits = "replica 0", limited("start_s")
+    if hangs == "make_scorer":
+        name, limits["scoring_tasks"] = "scorer 0", ("ref_logprobs",)
+        limits["pools"] = (
+            Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",))
+        )  # fmt: skip
+    with pytest.raises(RunFailed, match=rf"^{name} exceeded the time limit of 0.2 s to start \(timeouts.start_s\)"):
+        run(limits, **{hangs: hang})
+
+
+def test_a_prompt_that_is_never_returned_stops_the_run_with_its_limit(freed: threading.Event) -> None:
+    class Source:
+        def draw(self, first: int, count: int) -> tuple[int, bool]:
+            return count, False
+
+        def prompt(self, group: int) -> Prompt:
+            if group == 1:
+                freed.wait()
+            return Prompt(row=group, text="question")
+
+    result = run(limited("draw_s"), prompts=Source())
+    assert (result.outcome, result.reason) == ("stopped", "Source.prompt(1) exceeded 0.2 s (timeouts.draw_s)")
+    assert result.groups["failed"] == 0, "so that a resume reads it again"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.commands import DrawPrompts
@@ -28,7 +29,9 @@ class Source:
         return self.draw(group, 1)
 
 
-@pytest.mark.parametrize("given", [(4, False), (1, False), (0, True), (4, True), [2, False]])
+@pytest.mark.parametrize(
+    "given", [(4, False), (1, False), (0, True), (4, True), [2, False], (np.int64(3), np.bool_(False))]
+)
 def test_as_many_prompts_as_ordered_or_fewer_are_drawn(given: Any) -> None:
     count, exhausted = given
     drawn = PromptsDrawn(first=12, count=count, exhausted=exhausted, number=7)
@@ -55,6 +58,7 @@ def test_counted_prompts_end_with_the_last(total: int | None, first: int, given:
         ((2, None), "returned (2, None), not (how many prompts"),
         (2, "returned 2, not (how many prompts"),
         (None, "returned None, not (how many prompts"),
+        ((np.float32(2.0), False), "not (how many prompts"),
         ((1, 2, 3), "returned (1, 2, 3), not (how many prompts"),
         (OSError("no such file"), "OSError: no such file"),
         (SystemExit(3), "SystemExit: 3"),
@@ -87,3 +91,8 @@ def test_a_prompt_that_is_none_is_a_fault_of_the_data(given: Any, words: str) ->
 
 def test_a_prompt_of_a_list_is_as_it_was_given() -> None:
     assert read_prompt(listed(["a", Prompt(row=9, text="b")]), 1) == Prompt(row=9, text="b")
+
+
+def test_a_row_of_numpy_becomes_a_plain_one() -> None:
+    prompt = read_prompt(Source(Prompt(row=np.int64(3), text="?")), 3)  # type: ignore[arg-type]
+    assert prompt == Prompt(row=3, text="?") and type(prompt.row) is int

@@ -2,9 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from session_loop import LIMITS, Loop, made, require_sound
 
@@ -249,14 +254,33 @@ def test_a_late_fact_of_an_earlier_life_has_no_effect() -> None:
     require_sound(loop.session)
 
 
-class Double(float):
-    """A subclass of float, as numpy's float64 is."""
+class Small(IntEnum):
+    TWO = 2
 
 
-def test_a_number_of_a_subclass_becomes_a_plain_one() -> None:
+WHOLE = (np.int8, np.uint64, np.int64, np.array, torch.tensor, Small)
+REAL = (np.float16, np.float32, np.float64, np.array, torch.tensor, np.int32, int)
+
+
+@given(whole=st.sampled_from(WHOLE), real=st.sampled_from(REAL))
+def test_a_number_of_another_library_becomes_a_plain_one(whole: Any, real: Any) -> None:
     """A snapshot of the state has only plain numbers."""
     loop = made()
     fact = group(loop)
-    loop.tell(replace(fact, reward_mean=Double(0.5)))
-    live = loop.session._scheduler.state.groups.live
-    assert type(live[fact.group].outcome.reward_mean) is float
+    alike = {"trainable": whole(2), "reward_mean": real(1), "group": np.int64(fact.group), "attempt": np.uint8(1)}
+    loop.tell(replace(fact, **alike))
+    outcome = loop.session._scheduler.state.groups.live[fact.group].outcome
+    assert (outcome.reward_mean, type(outcome.reward_mean)) == (1.0, float)
+    recorded = [event for tick in loop.session.record.ticks() for event in tick.events][-1]
+    assert recorded == replace(fact, trainable=2, reward_mean=1.0, id=recorded.id, at=recorded.at)
+
+
+@pytest.mark.parametrize("number", [np.float32(2.0), np.array([2]), np.bool_(True), True, np.longdouble(2), 2.0, "2"])
+def test_what_is_no_whole_number_is_refused_and_changes_nothing(number: Any) -> None:
+    loop = made()
+    fact = group(loop)
+    before = loop.session.events
+    with pytest.raises(engine.IllegalFact, match=r"GroupGenerated\.trainable cannot be recorded"):
+        loop.tell(replace(fact, trainable=number))
+    assert loop.session.events == before
+    loop.tell(fact)

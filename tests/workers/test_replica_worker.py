@@ -360,11 +360,13 @@ async def test_a_generator_may_report_from_any_thread_and_in_numbers_of_numpy() 
     await asyncio.to_thread(work.finished, numpy.int64(2))
     (ended,) = await stage.until(1)
     assert isinstance(ended, OrderProgressed) and type(ended.finished) is int and ended.finished == 2
-    prefix = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1, 2], reward=0.0, version=0)])
+    kept = response([1, 2], reward=0.0, version=numpy.int64(0))  # type: ignore[arg-type]
+    prefix = TrajectoryGroup(group=numpy.int64(0), prompt=PROMPT, trajectories=[kept])  # type: ignore[arg-type]
     assert work.save is not None
     await asyncio.to_thread(work.save, prefix)
     *_, stored = await stage.until(2)
     assert isinstance(stored, PrefixStored) and stored.tokens == 2
+    assert {type(number) for number in (stored.group, stored.oldest_version)} == {int}
     await asyncio.to_thread(work.progress)
     *_, progressed = await stage.until(3)
     assert isinstance(progressed, OrderProgressed)

@@ -6,6 +6,7 @@ For more (prefixes that survive an abort, requests frozen in place), implement a
 import asyncio
 import inspect
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from engine.ids import GroupId, StepId, Version
@@ -31,7 +32,7 @@ def response(
         token_ids=tokens,
         logprobs=[0.0] * len(tokens) if logprobs is None else list(logprobs),
         loss_mask=[1] * len(tokens),
-        spans=[Span(0, len(tokens), version)] if tokens else [],
+        spans=[Span(0, len(tokens), index(version))] if tokens else [],
         text=text,
         finish_reason="stop",
         reward=reward,
