@@ -99,13 +99,14 @@ class DataSection(Section):
     )
 
     overlong: Literal["error", "drop", "truncate_left"] = Field(
-        "error", description="Prompts above the limit: refuse the data, drop them, or keep their last tokens."
+        "error", description="Prompts above the limit: refuse the data, drop them, or cut them, whole messages first."
     )
     max_prompt_tokens: int | None = Field(
         None,
         ge=2,
         le=10_000_000,
-        description="Maximum tokens of a prompt; null: the context length minus one response token.",
+        description="Maximum tokens of a prompt; null: the context length minus one response token; with truncate_left, "
+        "minus the longest response.",
     )
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ from engine.config.prompts import (
 )
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
-from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, place_of, suggestion
+from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, message_of, place_of, suggestion
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
@@ -69,7 +69,7 @@ def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Loc
             yield from _length_lines(config, model, renderer, found, name)
         for name, data in files.items():
             if not _is_held_out(name):
-                yield from _first_prompt_lines(tokenizer, renderer, data, name)
+                yield from _first_prompt_lines(config, tokenizer, renderer, data, name)
     yield from _overlap_lines(surveys)
     for judge in _judges(config, surveys, local):
         yield from _reward_lines(judge, tokenizer, config)
@@ -174,15 +174,25 @@ def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: S
         )
 
 
-def _first_prompt_lines(tokenizer: Any, renderer: PromptRenderer, data: Dataset, name: str) -> Iterator[str]:
+def _first_prompt_lines(
+    config: Config, tokenizer: Any, renderer: PromptRenderer, data: Dataset, name: str
+) -> Iterator[str]:
+    """Raises: `ConfigError` if the prompt cannot be cut."""
     prompt = data.prompt(0)
-    ids = renderer.ids(prompt)
+    ids = whole = renderer.ids(prompt)
+    limit = prompt_limit(config, config.model.path or "") if config.data.overlong == "truncate_left" else None
+    if limit is not None:
+        try:
+            ids = renderer_of(config, tokenizer, limit.tokens).ids(prompt)
+        except DataFailure as error:
+            raise ConfigError(name, data.path, message_of(error), "shorten it, or use data.overlong: drop") from error
+    cut = "" if len(ids) == len(whole) else f", cut from {len(whole)}"
     text = text_of_tokens(tokenizer, ids)
     if len(text) > SHOWN_CHARACTERS:
         half = SHOWN_CHARACTERS // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
     shown = "".join(f"\n    | {line}" for line in text.split("\n"))
-    yield f"ok: the first prompt of {name} is these {len(ids)} tokens:{shown}"
+    yield f"ok: the first prompt of {name} is these {len(ids)} tokens{cut}:{shown}"
     special = [added.content for added in tokenizer.added_tokens_decoder.values() if added.content in prompt.text]
     if renderer.templated and special and not prompt.fields.get(MESSAGES):
         yield (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.config.schema import Config
+from engine.config.validation import validation_sets
 from engine.errors import ConfigError, DataFailure, choice, describe_error
 from engine.tasks.chat import ChatSettings, PromptRenderer, has_template, render, template_arguments, turn_end
 from engine.tasks.dataset import Dataset
@@ -60,11 +61,19 @@ def prompt_limit(config: Config, model: str) -> PromptLimit | None:
     """Raises: `ConfigError` if transformers cannot read the model's configuration."""
     context = config.rollout.longest or getattr(model_config(model), "max_position_embeddings", None)
     most = config.data.max_prompt_tokens
-    if most is not None and (context is None or most < context - 1):
+    room, less = 1, "one token"
+    if config.data.overlong == "truncate_left":
+        sets = validation_sets(config.validation, config.rollout, config.reward)
+        room = max(config.rollout.max_tokens, *(one.way[2] for one in sets), 1)
+        less = f"the {room} tokens of a response"
+    if most is not None and (context is None or most < context - room):
         return PromptLimit(tokens=most, reason="data.max_prompt_tokens", context=context)
     if context is None:
         return None
-    return PromptLimit(tokens=context - 1, reason=f"one token less than the context of {context}", context=context)
+    if room >= context:
+        law = f"leaves no room for a prompt in the context of {context}, and data.overlong is truncate_left"
+        raise ConfigError("rollout.max_tokens", room, law, "lower it")
+    return PromptLimit(tokens=context - room, reason=f"{less} less than the context of {context}", context=context)
 
 
 def model_config(model: str) -> Any:

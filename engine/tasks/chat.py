@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 from engine.errors import DataFailure, message_of, suggestion
+from engine.tasks.response_text import text_of_tokens
 from engine.trajectory import Prompt
 
 Message: TypeAlias = Mapping[str, Any]
@@ -326,8 +327,7 @@ class ChatSettings:
 
 
 class PromptRenderer:
-    """Renders prompts as texts and as token ids. A prompt with more than `most_tokens` ids is cut to the last ones,
-    after a leading token that begins a sequence, if it has one."""
+    """Renders prompts as texts and as token ids. A prompt with more than `most_tokens` ids is cut (`_cut`)."""
 
     def __init__(self, tokenizer: Any, settings: ChatSettings | None = None, most_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -339,16 +339,24 @@ class PromptRenderer:
 
     def text(self, prompt: Prompt) -> str:
         """The text that the model reads. Raises: `DataFailure` if messages cannot be rendered."""
+        chat = self._chat(prompt)
+        return prompt.text if chat is None else self._rendered(prompt, chat)
+
+    def _rendered(self, prompt: Prompt, chat: Sequence[Message]) -> str:
+        return render(self._tokenizer, chat, prompt.fields.get("tools"), self._settings.template_kwargs)
+
+    def _chat(self, prompt: Prompt) -> list[Message] | None:
+        """The messages of a prompt; None if it is a text that no template renders."""
         messages = prompt.fields.get("messages")
         if not messages and not self.templated:
-            return prompt.text
+            return None
         if not self.templated and self._settings.mode == "never":
             raise DataFailure("data.chat is never, but messages need the chat template")
         chat = list(messages) if messages else [{"role": "user", "content": prompt.text}]
         system = self._settings.system_prompt
         if system is not None and chat[0].get("role") not in ("system", "developer"):
             chat.insert(0, {"role": "system", "content": system})
-        return render(self._tokenizer, chat, prompt.fields.get("tools"), self._settings.template_kwargs)
+        return chat
 
     def quick_text(self, prompt: Prompt) -> str:
         """The same result as `text`, but fast for many prompts: a template writes the same text around the plain texts
@@ -393,16 +401,16 @@ class PromptRenderer:
         return found[0] if len(set(found)) == 1 else ()
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt. Raises: `DataFailure` with the prompt's row if it cannot be rendered or has no
-        tokens."""
+        """Token ids of a prompt. Raises: `DataFailure` with its row if it cannot be rendered or cut, or has none."""
         try:
-            text = self.text(prompt)
+            ids = self._encoded(self.text(prompt))
+            if self._max_tokens is not None and len(ids) > self._max_tokens:
+                ids = self._cut(prompt, ids, self._max_tokens)
         except DataFailure as error:
             raise DataFailure(f"prompt row {prompt.row}: {error}", row=prompt.row) from error
-        ids = self._encoded(text)
         if not ids:
             raise DataFailure(f"prompt row {prompt.row} encodes to no tokens", row=prompt.row)
-        return self._shortened(ids)
+        return ids
 
     def counts(self, texts: Iterable[str]) -> Iterator[int]:
         """Number of tokens of each rendered text, before any are cut."""
@@ -442,13 +450,40 @@ class PromptRenderer:
         begin = getattr(self._tokenizer, "bos_token", None)
         return self.templated or bool(begin and text.startswith(begin))
 
-    def _shortened(self, ids: list[int]) -> list[int]:
-        if self._max_tokens is None or len(ids) <= self._max_tokens:
-            return ids
-        begin = getattr(self._tokenizer, "bos_token_id", None)
-        if begin is not None and ids[0] == begin:
-            return [begin, *ids[len(ids) - self._max_tokens + 1 :]]
-        return ids[-self._max_tokens :]
+    def _cut(self, prompt: Prompt, ids: list[int], most: int) -> list[int]:
+        """At most `most` ids. A chat loses whole messages first, and then the beginning of the last one that is left; a
+        text its beginning, after a token that begins a sequence. Raises: `DataFailure` if what must stay is too long.
+        """
+        chat = self._chat(prompt)
+        if chat is None:
+            begin = ids[:1] if ids[0] == getattr(self._tokenizer, "bos_token_id", None) else []
+            return begin + ids[len(ids) - most + len(begin) :]
+        shorter = chat
+        for shorter in _shorter_chats(chat):
+            ids = self._encoded(self._rendered(prompt, shorter))
+            if len(ids) <= most:
+                return ids
+        *system, last = shorter
+        content = self._tokenizer.encode(content_of(last), add_special_tokens=False)
+        while len(ids) > most:
+            content = content[len(ids) - most :]
+            if not content:
+                raise DataFailure(f"it cannot be cut to {most} tokens: its system message and its frame need more")
+            text = text_of_tokens(self._tokenizer, content).lstrip("\ufffd")  # the rest of a cut character
+            ids = self._encoded(self._rendered(prompt, [*system, {**last, "content": text}]))
+        return ids
+
+
+def _shorter_chats(chat: Sequence[Message]) -> Iterator[list[Message]]:
+    """The chat without its oldest messages, each time without more of them; at last only the system messages and the
+    last message of the user. A question goes with its answer, and a call with its results."""
+    roles = [message.get("role") for message in chat]
+    last = max((place for place, role in enumerate(roles) if role == "user"), default=len(chat) - 1)
+    begins = [place for place in range(1, last) if roles[place] == "user"]
+    calls = [place for place in range(last + 2, len(chat)) if roles[place] == "assistant"]
+    for begin in (*begins, last, *calls, len(chat)):
+        system = [message for message in chat[: min(begin, last)] if message.get("role") in ("system", "developer")]
+        yield [*system, *chat[last : last + (begin > last)], *chat[begin:]]
 
 
 PROBES = ("Question", "What is 6 times 7, and why? " * 20 + "End.")

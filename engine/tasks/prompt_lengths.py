@@ -98,7 +98,7 @@ def fitting_prompts(
         law = f"row {over[0]} has {counts[over[0]]} tokens; {share}"
         raise ConfigError(field, data.path, law, "set data.overlong to drop or truncate_left, or raise the limit")
     if overlong == "truncate_left":
-        return FittingPrompts(note=f"data.overlong truncate_left: {share}; each keeps its last {limit.tokens} tokens")
+        return FittingPrompts(note=f"data.overlong truncate_left: {share} and are cut")
     if len(over) == len(data):
         raise ConfigError("data.overlong", "drop", f"leaves no prompt: {share}", "raise the limit")
     rows = np.flatnonzero(counts <= limit.tokens).tolist()

@@ -206,10 +206,59 @@ def test_of_many_texts_those_that_may_be_too_long_are_counted(monkeypatch: pytes
     assert list(counts).count(prompt_lengths.UNCOUNTED) > 100 and max(counts) == max(whole)
 
 
-def test_long_prompts_keep_their_end_and_their_first_token() -> None:
-    llama, chatml = chat_tokenizer("llama"), chat_tokenizer("chatml")
-    whole = PromptRenderer(llama).ids(text("x" * 40))
-    assert PromptRenderer(llama, None, 20).ids(text("x" * 40)) == [whole[0], *whole[-19:]]
-    assert PromptRenderer(llama, None, len(whole)).ids(text("x" * 40)) == whole
-    whole = PromptRenderer(chatml).ids(text("x" * 40))
-    assert PromptRenderer(chatml, None, 20).ids(text("x" * 40)) == whole[-20:]
+def test_long_texts_keep_their_end_and_their_first_token() -> None:
+    base = chat_tokenizer("base")
+    whole = PromptRenderer(base).ids(text("x" * 40))
+    assert PromptRenderer(base, None, 20).ids(text("x" * 40)) == [whole[0], *whole[-19:]]
+    assert PromptRenderer(base, None, len(whole)).ids(text("x" * 40)) == whole
+
+
+def shown(renderer: PromptRenderer, prompt: Prompt) -> str:
+    return str(chat_tokenizer("chatml").decode(renderer.ids(prompt)))
+
+
+def written(*messages: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in (*messages, ("assistant", "")))[
+        :-11
+    ]
+
+
+def test_long_chats_lose_their_oldest_messages_with_what_answers_them() -> None:
+    told = [SYSTEM, USER, CALL, RESULT, {"role": "assistant", "content": "4."}, {"role": "user", "content": "3+3?"}]
+    last = [("system", "Be brief."), ("user", "3+3?")]
+    whole = len(PromptRenderer(chat_tokenizer("chatml")).ids(chat(*told)))
+    for most in range(len(tokens(chat_tokenizer("chatml"), written(*last))), whole):
+        assert shown(PromptRenderer(chat_tokenizer("chatml"), None, most), chat(*told)) == written(*last)
+    working = [SYSTEM, USER, CALL, RESULT, CALL, {"role": "tool", "content": "15"}]
+    whole = len(PromptRenderer(chat_tokenizer("chatml")).ids(chat(*working)))
+    found = shown(PromptRenderer(chat_tokenizer("chatml"), None, whole - 1), chat(*working))
+    assert found == written(
+        ("system", "Be brief."), ("user", "2+2?"), ("assistant", "\n<tool_call>add 7</tool_call>"), ("tool", "15")
+    )
+
+
+@given(
+    contents=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<\ufffd"), max_size=30),
+        min_size=1,
+        max_size=4,
+    ),
+    room=st.integers(1, 60),
+)
+def test_a_cut_chat_keeps_its_frame_its_system_message_and_its_end(contents: list[str], room: int) -> None:
+    roles = ["assistant", "user"] * 2
+    turns = [(role, f"{content}_") for role, content in zip(roles[-len(contents) :], contents, strict=True)]
+    prompt = chat(SYSTEM, *({"role": role, "content": content} for role, content in turns))
+    frame = len(tokens(chat_tokenizer("chatml"), written(("system", "Be brief."), ("user", ""))))
+    found = shown(PromptRenderer(chat_tokenizer("chatml"), None, frame + room), prompt)
+    assert len(tokens(chat_tokenizer("chatml"), found)) <= frame + room
+    end = "_<|im_end|>\n<|im_start|>assistant\n"
+    assert found.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>") and found.endswith(end)
+    question = found.removesuffix(end).rpartition("<|im_start|>user\n")[2]
+    assert contents[-1].endswith(question)
+    assert question == contents[-1] or found.count("<|im_start|>") == 3, "a text is cut only without other messages"
+
+
+def test_a_chat_whose_system_message_is_too_long_is_refused() -> None:
+    with pytest.raises(DataFailure, match="prompt row 0: it cannot be cut to 20 tokens: its system message"):
+        PromptRenderer(chat_tokenizer("chatml"), None, 20).ids(chat(SYSTEM, USER))

@@ -102,11 +102,14 @@ def test_dropped_prompts_are_never_drawn_and_a_resume_draws_the_same(model: str,
         plan_of(configured(model, tmp_path, [99], [5], overlong="drop"), tmp_path / "run")
 
 
-def test_cut_prompts_keep_their_end_and_are_sampled(model: str, tmp_path: Path) -> None:
-    config = configured(model, tmp_path, [99, 5], [5], overlong="truncate_left")
+def test_cut_prompts_leave_room_for_the_response_and_are_shown(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(model, tmp_path, [99, 5], [5], overlong="truncate_left", system_prompt="Add.")
     messages: list[str] = []
     plan = plan_of(config, tmp_path / "run", lambda share, text: messages.append(text))
-    assert "data.overlong truncate_left: 1 of 2" in messages[0] and "keeps its last 63 tokens" in messages[0]
+    limit = "60 tokens (the 4 tokens of a response less than the context of 64)"
+    assert f"truncate_left: 1 of 2 prompts of data.path have more than {limit} and are cut" in messages[0]
     assert plan.make_prompts is not None and plan.make_rollout.func is make_rollout  # type: ignore[attr-defined]
     prompts = plan.make_prompts()
     long = next(prompt for prompt in map(prompts.prompt, range(2)) if prompt.row == 0)
@@ -118,10 +121,17 @@ def test_cut_prompts_keep_their_end_and_are_sampled(model: str, tmp_path: Path) 
         return generated.group
 
     first = asyncio.run(sampled()).trajectories[0]
-    whole = tokens(
-        AutoTokenizer.from_pretrained(model), f"<|im_start|>user\n{'a' * 99}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert first.prompt_ids == whole[-63:] and len(first.token_ids) == 1
+    frame = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nLETTERS<|im_end|>\n<|im_start|>assistant\n"
+    left = 60 - len(tokens(AutoTokenizer.from_pretrained(model), frame.replace("LETTERS", "")))
+    cut = frame.replace("LETTERS", "a" * left)
+    assert first.prompt_ids == tokens(AutoTokenizer.from_pretrained(model), cut)
+    assert len(first.token_ids) == 4 or first.finish_reason == "stop"
+    path = tmp_path / "mine.yaml"
+    path.write_text(config.dump_yaml(), encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "the first prompt of data.path is these 60 tokens, cut from " in said and "a" * left in said
+    assert "a" * (left + 1) not in said
 
 
 def test_a_limit_of_prompts_alone(model: str, tmp_path: Path) -> None:
