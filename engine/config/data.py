@@ -105,8 +105,8 @@ class DataSection(Section):
         None,
         ge=2,
         le=10_000_000,
-        description="Maximum tokens of a prompt; null: the context length minus one response token; with truncate_left, "
-        "minus the longest response.",
+        description="Maximum tokens of a prompt; null: the context length minus one response token; with "
+        "truncate_left, minus the longest response.",
     )
 
     @model_validator(mode="after")
