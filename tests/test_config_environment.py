@@ -95,7 +95,7 @@ class Asking(Task):
     def step(self, turn: Turn) -> StepResult:
         if self.fault_of_step and turn.number == 1:
             raise ValueError(self.fault_of_step)
-        return StepResult(messages="and then?", done=turn.number == 2)
+        return StepResult(messages="and then?", reward=1.0, done=turn.number == 2)
 
     def __init__(self, fault_of_step: str = "") -> None:
         super().__init__()

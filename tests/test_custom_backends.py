@@ -30,6 +30,7 @@ Capture = pytest.CaptureFixture[str]
 MODULE = '''
 import abc
 import json
+import signal
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
@@ -150,6 +151,11 @@ class Counted(Trainer):
 class Bare(Trainer, abc.ABC):
     @abc.abstractmethod
     def optimizer(self): ...
+
+
+class Interrupting(Trainer):
+    def __init__(self, *given):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 class Quitter(Trainer):
@@ -308,8 +314,13 @@ def test_check_rehearses_the_examples_on_one_group(model: str, capsys: Capture) 
         ("trainer", {"backend": "mine:Headed"}, "value_head.weight is not a tensor of the model"),
         ("trainer", {"backend": "mine:Broken"}, "model.embed_tokens.weight has a value that is not finite"),
         ("trainer", {"backend": "mine:Unsaved"}, "save() wrote no file into the directory that it was given"),
-        ("trainer", {"backend": "mine:Quitter"}, "cannot train a group: SystemExit: 3 (mine.py:"),
-        ("trainer", {"backend": "mine:Counted"}, "train() returned a value of type int, not a dict of metrics or None"),
+        (
+            "trainer",
+            {"backend": "mine:Quitter"},
+            "cannot train a group: RuntimeError: Quitter.train raised SystemExit: 3 (",
+        ),
+        ("trainer", {"backend": "mine:Counted"}, "train() must return a dict of metrics or None, not int"),
+        ("trainer", {"backend": "mine:Interrupting"}, "cannot be made: ValueError: signal only works in main thread"),
         ("rollout", {**OWN, "backend": "mine:Short"}, "generate() returned 1 trajectories, not the 2 asked for"),
         ("rollout", {**OWN, "backend": "mine:Promptless"}, "trajectory 0 has no prompt_ids; use setup.prompt_ids(work"),
         ("rollout", {**OWN, "backend": "mine:Foreign"}, "trajectory 1 has the token id 1000000, but the model has"),

@@ -296,6 +296,39 @@ def test_every_form_of_a_reward_is_called(models: dict[str, str], capsys: Captur
     assert f"my_code:tokens returns 1 numbers, one for each token, {row}\n" in said
 
 
+THREADS = """
+import signal, threading
+four, home = threading.Barrier(4), threading.current_thread()
+def alarmed(prompt, trajectory):
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return float(trajectory.text == str(prompt.fields["answer"]))
+def quiet(prompt, trajectory):
+    try:
+        return alarmed(prompt, trajectory)
+    except ValueError:
+        return 0.0
+def at_once(prompt, trajectory):
+    if four is not None:
+        globals().update(four=four.wait(30) and None)
+    return float(threading.current_thread() is not home is not threading.main_thread())
+"""
+
+
+def test_a_reward_is_called_on_threads_as_in_a_run(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text(THREADS)
+    said = refused(capsys, write_config(models["base"], reward={"function": "my_code:alarmed"}))
+    assert "signal only works in main thread" in said
+    assert said.endswith("name it in reward.functions with processes: 1, whose main thread takes signals\n")
+    part = {"name": "part", "function": "my_code:alarmed", "processes": 1}
+    said = shown(capsys, write_config(models["base"], reward={"function": None, "functions": [part]}))
+    assert "my_code:alarmed returns 1 for the answer '4' to row 0" in said
+    said = shown(capsys, write_config(models["base"], reward={"function": "my_code:quiet"}))
+    assert "my_code:quiet: no answer to row 0 of data.path from its columns (answer) gets a higher reward" in said
+    said = shown(capsys, write_config(models["base"], reward={"function": "my_code:at_once"}))
+    assert "my_code:at_once returns 1 for" in said
+
+
 @pytest.mark.parametrize(
     ("part", "story"),
     [
@@ -358,7 +391,8 @@ def test_agents_make_their_own_messages(models: dict[str, str], capsys: Capture)
 
 
 AGENTS = """
-import json, urllib.request
+import json, signal, urllib.request
+from engine.trajectory import RolloutResult, Trajectory
 async def ask(client, prompt): return await client.sample([{"role": "user", "content": prompt.text}])
 async def turns(client, prompt):
     await ask(client, prompt)
@@ -372,6 +406,16 @@ async def calls(base_url, api_key, prompt):
     asked = urllib.request.Request(base_url + "/chat/completions", json.dumps(body).encode(), head)
     with urllib.request.urlopen(asked) as answer:
         return float(len(json.load(answer)["choices"]))
+async def text(base_url, api_key, prompt):
+    await calls(base_url, api_key, prompt)
+    return "good"
+async def nan(client, prompt):
+    await ask(client, prompt)
+    return RolloutResult(reward=1.0, figures={"share": float("nan")})
+async def empty(client, prompt):
+    await ask(client, prompt)
+    return Trajectory(reward=1.0, token_ids=[1])
+async def alarmed(client, prompt): signal.signal(signal.SIGALRM, signal.SIG_DFL)
 async def wrong(base_url, api_key, prompt): urllib.request.urlopen(base_url + "/nothing")
 """
 PROGRAM = """
@@ -414,6 +458,10 @@ def test_an_agent_is_run_once_with_a_scripted_model(
         ({"command": ["./my_agent.py"]}, ["agent.command", "'./my_agent.py' is no program"]),
         ({"command": [sys.executable, "no_such.py"]}, ["agent.command", "can't open file", "no_such.py"]),
         ({"rollout": "my_code:broken"}, ["fails before the model has answered", "KeyError on prompt row 0: 'tool'"]),
+        ({"rollout": "my_code:alarmed"}, ["fails before the model has answered", "signal only works in main thread"]),
+        ({"function": "my_code:text"}, ["agent.function", "agent my_code.text returned the reward 'good' of type str"]),
+        ({"rollout": "my_code:nan"}, ["agent.rollout", "returned the figure 'share' as nan on prompt row 0"]),
+        ({"rollout": "my_code:empty"}, ["agent.rollout", "1 token_ids, 0 logprobs and 0 loss_mask entries"]),
         ({"function": "my_code:wrong"}, ["agent.function", "fails before the model has answered", "404"]),
     ],
 )

@@ -292,13 +292,14 @@ def _number(text: str) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
+    from engine.protocols.user_code import off_the_main_thread
     from engine.storage.checkpoints import check_first_checkpoint
 
     require_versions()
     config, lines = running.read_config(arguments)
     running.check_servers(config)
     shorten_temporary_paths()
-    for line in (*lines, *_proof(config)):
+    for line in (*lines, *off_the_main_thread(_proof(config))):
         print(visible(line))
     shown = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)
     for line in shown:
@@ -320,8 +321,8 @@ def _rehearse_backends(config: "Config") -> Iterator[str]:
     return rehearse_backends(config)
 
 
-def _proof(config: "Config") -> list[str]:
-    """Simulate runs with the user's policies and states. Returns the lines to print. Raises: `ConfigError` if a law is
+def _proof(config: "Config") -> Iterator[str]:
+    """Simulate runs with the user's policies and states. Yields the lines to print. Raises: `ConfigError` if a law is
     broken."""
     from engine.config.inputs import first_prompts
     from engine.simulation.proof import Seen, prove
@@ -329,10 +330,10 @@ def _proof(config: "Config") -> list[str]:
     policies = config.policies()
     custom = [*policies.custom, *(f"state {name}" for name in config.scheduler.states)]
     if not custom:
-        return []
+        return
     seen = Seen(described=config.described, rows=first_prompts(config), rewards=tuple(config.reward.names))
     count = prove(config.limits, policies.names, seen=seen)
-    return [f"ok: {count} simulated runs keep every law under {', '.join(custom)}"]
+    yield f"ok: {count} simulated runs keep every law under {', '.join(custom)}"
 
 
 # -- engine export -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from engine.config.schema import Config
 from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, message_of, place_of, suggestion
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
+from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part, remedy_of
 from engine.tasks.chat import PromptRenderer, has_template, turn_end
 from engine.tasks.dataset import MESSAGES, Dataset
 from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
@@ -427,6 +427,8 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
         slow = "make it faster, or raise its timeout_s or reward.timeout_s"
         fix = slow if str(error).startswith("took longer") else "correct the function"
         raise ConfigError(field, spec, f"{error}, on {where}", fix)
+    if remedy_of(error):
+        raise ConfigError(field, spec, f"{message_of(error)}, on {where}", remedy_of(error))
     columns = sorted(prompt.fields)
     quoted = re.search(r"'([^']+)'", str(error))
     near = suggestion(quoted.group(1), columns) if quoted is not None and quoted.group(1) not in columns else ""

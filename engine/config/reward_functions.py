@@ -11,9 +11,12 @@ from engine.config.reward import NamedReward, RewardSection
 from engine.errors import ConfigError
 from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.rollout.reward_parts import RewardPart, RewardParts
+from engine.rollout.scoring import CALLS_AT_ONCE
 from engine.tasks.reward_forms import bind, check_declared, declared_by
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
 
+MOST_THREADS = 8
+"""Maximum calls at once with which `engine check` tries a function."""
 JUDGE = "engine.tasks.judge:llm_judge"
 
 Settings = tuple[str, NamedReward]
@@ -25,7 +28,7 @@ def reward_of_section(
 ) -> RewardParts | None:
     """The reward that the section names; None if it names none. `check`: also test what the functions need, for example
     that a server answers. `apart`: call the user's functions in separate processes, so that one that ends its process
-    is reported. `local`: functions that cannot be imported, by field.
+    is reported, on threads there if a run calls them on threads. `local`: functions that cannot be imported, by field.
 
     Raises: `ConfigError` for a function that cannot be imported or called, or an argument that cannot be used.
     """
@@ -82,8 +85,9 @@ def _part(
     setting = f"{settings_field}.{'processes' if processes else 'concurrency'}"
     if section.function is not None or not (processes or part.concurrency):
         setting = "reward.concurrency"
-    if apart and field not in local and not part.function.startswith("engine."):
-        processes = processes or 1
+    threads = 0
+    if apart and not processes and field not in local and not part.function.startswith("engine."):
+        processes, threads = 1, min(at_once or CALLS_AT_ONCE, MOST_THREADS)
     if part.memory_mb is not None and not processes:
         law = "limits the processes of the function, but it has none"
         raise ConfigError(
@@ -96,6 +100,7 @@ def _part(
     if processes:
         settings = ProcessSettings(
             spec=part.function, directory=directory, arguments=arguments, timeout_s=timeout_s, memory_mb=part.memory_mb,
+            threads=threads,
         )  # fmt: skip
         pool = RewardProcesses(settings, processes)
     plain = RewardPart(

@@ -1,8 +1,9 @@
-"""Runs the agent, or two turns of the environment, of a configuration once, on the first prompt, before a run: `engine
-check` calls it.
+"""Runs the agents of a configuration for one group, or two turns of its environment, on the first prompt, before a
+run: `engine check` calls it.
 
-A scripted model answers every call, so no weights are loaded. An agent that fails before it has an
-answer would fail every attempt of the run, and is refused by name. It must never leave a process or a server behind.
+A scripted model answers every call, so no weights are loaded. An agent that fails before it has an answer, or returns
+no result, would fail every attempt of the run, and is refused by name. It must never leave a process or a server
+behind.
 """
 
 import asyncio
@@ -17,19 +18,25 @@ from engine.config.dry_run import MADE_ANSWER
 from engine.config.episodes import begin_episode, settings_of
 from engine.config.prompts import load_tokenizer, stop_ids_of, text_ends_of
 from engine.errors import ConfigError, DataFailure, EngineError, counted, message_of
+from engine.gateway.agents import Agents
 from engine.gateway.gateway_server import GatewayServer
-from engine.ids import Version
+from engine.ids import GroupId, Version
 from engine.plans.rollouts import check_agent, make_gateway, make_generator
 from engine.protocols import GroupWork
-from engine.rollout.agents.agent_generator import AgentCall, OpenGroup
+from engine.protocols.user_values import ResultFailure
+from engine.rollout.agents.agent_generator import AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
 from engine.rollout.generator import TRAINING, Way
 from engine.rollout.scoring import Grader
 from engine.tasks.chat import Message, Tool, render, turn_end
 from engine.trajectory import Prompt, Span
+from engine.workers.group_reports import Versions, check_generated
+from engine.workers.threads import on_a_thread
 
 LONGEST_S = 30.0
 """Maximum seconds of a rehearsal."""
+MOST_SAMPLES = 4
+"""Maximum number of agents that run at once."""
 
 
 @dataclass(slots=True)
@@ -39,7 +46,7 @@ class ScriptedModel:
     answers: Sequence[Sequence[int]]
     calls: int = 0
 
-    async def sample(self, request: SampleRequest | AgentCall) -> SampleResult:
+    async def sample(self, request: SampleRequest) -> SampleResult:
         ids = list(self.answers[min(self.calls, len(self.answers) - 1)])
         self.calls += 1
         return SampleResult(
@@ -85,12 +92,9 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
     stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
     text = tokenizer.encode(MADE_ANSWER, add_special_tokens=False)[: config.rollout.max_tokens - 1]
     model = ScriptedModel([[*text, stops[0]]])
-    if config.agent.on_gateway:
-        run = _on_gateway(config, path, model, prompt)
-    else:
-        run = _in_python(config, model, tokenizer, stops, prompt)
+    samples = min(config.scheduler.samples_per_prompt, MOST_SAMPLES)
     try:
-        asyncio.run(_bounded(run))
+        asyncio.run(_bounded(_generate(config, model, tokenizer, stops, prompt, samples)))
         outcome = "ends"
     except TimeoutError:
         outcome = f"has not ended after {LONGEST_S:g} s"
@@ -98,9 +102,11 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
         if isinstance(error, ConfigError):
             raise
         outcome = message_of(error)
+        if isinstance(error, ResultFailure):
+            raise ConfigError(field, spec, outcome, "correct it") from error
         if not model.calls:
             raise ConfigError(field, spec, f"fails before the model has answered: {outcome}", "correct it") from error
-    calls = counted(model.calls, "call")
+    calls = counted(-(-model.calls // samples), "call")
     if outcome != "ends":
         yield f"note: {shown}, to whose {calls} a scripted model answered {MADE_ANSWER!r}: {outcome}"
     elif not model.calls:
@@ -114,27 +120,44 @@ async def _bounded(run: Coroutine[Any, Any, None]) -> None:
         await run
 
 
-async def _on_gateway(config: Config, path: str, model: ScriptedModel, prompt: Prompt) -> None:
-    server = GatewayServer(make_gateway(config, path, partial(stop_ids_of, chat=config.data.chat_settings())))
-    await server.start("127.0.0.1", 0)
-    try:
-        await server.agents.open(OpenGroup(group=0, attempt=1, prompt=prompt, samples=1, version=0), model)
-    finally:
-        await server.close()
-
-
-async def _in_python(
-    config: Config, model: ScriptedModel, tokenizer: Any, stops: tuple[int, ...], prompt: Prompt
+async def _generate(
+    config: Config, model: ScriptedModel, tokenizer: Any, stops: tuple[int, ...], prompt: Prompt, samples: int = 1
 ) -> None:
-    ends = text_ends_of(config, tokenizer, config.model.path or "")
-    params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=stops)
-    generator = make_generator(
-        config, model, tokenizer, {TRAINING: Way(params, Grader(tokenizer, None, later=True, ends=ends))}
-    )
+    """Generate a group as a replica does, and check it as its worker does. Raises: `ResultFailure` for what a run would
+    not take."""
+    path = config.model.path or ""
+    grader = Grader(tokenizer, None, later=config.reward.assigned, ends=text_ends_of(config, tokenizer, path))
+    ways = {TRAINING: Way(SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=stops), grader)}
+    generator, server = await on_a_thread(make_generator, config, model, tokenizer, ways), None
+    work = GroupWork(group=0, attempt=1, prompt=prompt, samples=samples)
     try:
-        await generator.generate(GroupWork(group=0, attempt=1, prompt=prompt, samples=1))
+        if isinstance(generator, AgentGenerator):
+            server = GatewayServer(make_gateway(config, path, partial(stop_ids_of, chat=config.data.chat_settings())))
+            await server.start("127.0.0.1", 0)
+            generator.connect(Link(server.agents, generator))
+        generated = await generator.generate(work)
+        try:
+            check_generated(work, generated, Versions(admitted=0, oldest=0, newest=0), rewarded=False)
+        except EngineError as error:
+            raise ResultFailure(message_of(error)) from error
     finally:
+        if server is not None:
+            await server.close()
         await generator.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A gateway in this process, as its replica sees it."""
+
+    agents: Agents
+    generator: AgentGenerator
+
+    async def open(self, work: OpenGroup) -> GroupOutcome:
+        return await self.agents.open(work, self.generator)
+
+    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
+        self.agents.cut(group, attempt, how)
 
 
 def _rehearse_environment(config: Config, path: str, prompt: Prompt) -> Iterator[str]:
@@ -151,7 +174,7 @@ def _rehearse_environment(config: Config, path: str, prompt: Prompt) -> Iterator
     model = ScriptedModel([[*ids, stop] for ids in said])
     section = config.environment.model_copy(update={"max_turns": min(2, config.environment.max_turns)})
     try:
-        asyncio.run(_in_python(config.model_copy(update={"environment": section}), model, tokenizer, stops, prompt))
+        asyncio.run(_generate(config.model_copy(update={"environment": section}), model, tokenizer, stops, prompt))
     except DataFailure as error:
         law = f"fails after {first!r} of a scripted model: {message_of(error)}"
         raise ConfigError("environment.class_name", name, law, "correct it, or use another chat template") from error

@@ -6,7 +6,6 @@ run, each at least once; then calls the work of each added state. It must never 
 """
 
 import asyncio
-import inspect
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,8 @@ from engine.tasks.warm_start import WarmStart
 from engine.training.named_tensors import zeros_of
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
-from engine.workers.trainer import read_metric
+from engine.workers.threads import OneThread, on_a_thread
+from engine.workers.trainer import metrics_problem, read_metric
 
 LONGEST_S = 120.0
 """Maximum seconds to generate one group and to bring weights into the generator."""
@@ -47,7 +47,7 @@ def rehearse_backends(config: Config) -> Iterator[str]:
         yield f"ok: {GENERATOR} {config.rollout.backend} generates a group of {group.tokens} tokens, with {found}"
     if config.trainer.custom:
         made = group or _made_group(config, inputs.model, prompt)
-        metrics, weights, trained = *_trained(config, inputs, made), True
+        metrics, weights, trained = *asyncio.run(_trained(config, inputs, made)), True
         problems = [problem for name, value in metrics.items() if (problem := read_metric(name, value)[1])]
         found = f"{counted(len(metrics) - len(problems), 'metric')}, weights"
         found += ", a checkpoint" if config.trainer.checkpoint_every else ""
@@ -82,12 +82,14 @@ def _refusal(field: str, spec: str, what: str, error: BaseException) -> ConfigEr
     return ConfigError(field, spec, law, "correct the class (docs/EXTENDING.md)")
 
 
-def _rollout(config: Config, inputs: Inputs) -> Rollout:
-    return make_rollout(config, inputs, 0)
+async def _rollout(config: Config, inputs: Inputs) -> Rollout:
+    """Made on a thread, as in a run."""
+    rollout: Rollout = await on_a_thread(make_rollout, config, inputs, 0)
+    return rollout
 
 
 async def _generated(config: Config, inputs: Inputs, prompt: Prompt) -> TrajectoryGroup:
-    generator = _rollout(config, inputs).generator
+    generator = (await _rollout(config, inputs)).generator
     work = GroupWork(group=0, attempt=1, prompt=prompt, samples=config.scheduler.samples_per_prompt)
     try:
         generated: Generated = await generator.generate(work)
@@ -100,7 +102,7 @@ async def _generated(config: Config, inputs: Inputs, prompt: Prompt) -> Trajecto
 
 async def _synchronized(config: Config, inputs: Inputs, weights: Any) -> None:
     """Bring version 1 into a new generator, as a run does."""
-    generator: Generator = _rollout(config, inputs).generator
+    generator: Generator = (await _rollout(config, inputs)).generator
     try:
         await generator.stage(1, weights)
         await generator.pause(config.rollout.sync_mode)
@@ -126,39 +128,35 @@ def _made_group(config: Config, path: str, prompt: Prompt) -> TrajectoryGroup:
     return TrajectoryGroup(group=0, prompt=prompt, trajectories=trajectories)
 
 
-def _trained(config: Config, inputs: Inputs, group: TrajectoryGroup) -> tuple[dict[str, Any], Any]:
-    """The metrics and the weights of a trainer after one group."""
-    spec, doing = config.trainer.backend, "cannot be made"
+async def _trained(config: Config, inputs: Inputs, group: TrajectoryGroup) -> tuple[dict[str, Any], Any]:
+    """The metrics and the weights of a trainer after one group. As in a run, it is made on a thread, and its blocking
+    methods run on another one."""
+    spec, doing, call = config.trainer.backend, "cannot be made", OneThread("trainer").call
     made: list[Any] = []
 
     def make() -> Any:
         made.append(make_custom_trainer(config, inputs.model, inputs.local))
         return made[-1]
 
-    def call(function: Any, *arguments: Any) -> Any:
-        """Methods may be blocking or coroutine functions."""
-        found = function(*arguments)
-        return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
-
     try:
-        trainer = make()
+        trainer = await on_a_thread(make)
         doing = "cannot train a group"
-        metrics = call(trainer.train, Batch(step=0, groups=[group], staleness=[0]))
-        if metrics is not None and not isinstance(metrics, dict):
-            raise TypeError(f"train() returned a value of type {type(metrics).__name__}, not a dict of metrics or None")
+        metrics = await call(trainer.train, Batch(step=0, groups=[group], staleness=[0]))
+        if metrics_problem(metrics):
+            raise TypeError(metrics_problem(metrics))
         doing = "does not return its weights"
-        weights = call(trainer.weights)
+        weights = await call(trainer.weights)
         check = weights_check(config, inputs.model)
         if check is not None:
             check(weights)
         if config.trainer.checkpoint_every:
             with tempfile.TemporaryDirectory() as directory:
                 doing = "cannot save a checkpoint"
-                trainer.save(directory, 1)
+                await call(trainer.save, directory, 1)
                 if not any(Path(directory).iterdir()):
                     raise ValueError("save() wrote no file into the directory that it was given")
                 doing = "cannot load its checkpoint"
-                make().load(directory)
+                await on_a_thread(lambda: make().load(directory))
         return metrics or {}, weights
     except ConfigError:
         raise
@@ -167,8 +165,4 @@ def _trained(config: Config, inputs: Inputs, group: TrajectoryGroup) -> tuple[di
     finally:
         for trainer in made:
             if isinstance(trainer, Closable):
-                trainer.close()
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
+                await on_a_thread(trainer.close)

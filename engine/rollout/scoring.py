@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
 from engine.protocols import CallFigures
 from engine.protocols.user_code import CALLS, HangingCalls, stack_of
+from engine.protocols.user_values import ResultFailure
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.tasks.response_text import text_of_response
 from engine.tasks.reward_forms import Value, checked_values
@@ -78,7 +80,18 @@ def failure_of(who: str, outcome: BaseException | str | None, where: str, timeou
     if isinstance(outcome, RewardFailure):
         verb, _, rest = message_of(outcome).partition(": ")
         return f"{who} {verb} {where}" + (f": {rest}" if rest else "")
-    return f"{who} raised {type(outcome).__name__} {where}: {message_of(outcome)}{place_of(outcome)}"
+    told = f"{who} raised {type(outcome).__name__} {where}: {message_of(outcome)}{place_of(outcome)}"
+    return "; ".join(filter(None, [told, remedy_of(outcome)]))
+
+
+NEEDS_MAIN_THREAD = re.compile(r"main thread|signal\.alarm")
+
+
+def remedy_of(error: BaseException) -> str:
+    """What helps a function that takes signals, which Python allows only on the main thread; else empty."""
+    if NEEDS_MAIN_THREAD.search(message_of(error)) is None:
+        return ""
+    return "it is called on a thread: name it in reward.functions with processes: 1, whose main thread takes signals"
 
 
 # -- calls of one function ---------------------------------------------------------------------------------------------
@@ -394,7 +407,7 @@ class Grader:
     def _refuse_unfinished(self, prompt: Prompt, rollouts: Sequence[Sequence[Trajectory]]) -> None:
         for rollout in rollouts:
             if rollout[-1].finish_reason != "truncated":
-                raise DataFailure(
+                raise ResultFailure(
                     f"the rollout of prompt row {prompt.row} returned no reward, and reward.function is not set: "
                     "return a reward or set the function",
                     row=prompt.row,

@@ -14,7 +14,9 @@ import struct
 import sys
 import traceback
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Thread
 from typing import Any, BinaryIO
 
 import msgpack
@@ -122,7 +124,8 @@ def main() -> None:
     try:
         if setup["memory_bytes"]:
             resource.setrlimit(resource.RLIMIT_DATA, (setup["memory_bytes"],) * 2)
-        function = find(setup["spec"], setup["directory"], "reward")
+        threads = setup["threads"]
+        function = _on_threads(partial(find, setup["spec"], setup["directory"], "reward"), min(threads, 1))
         bound = bind(function, setup["arguments"], setup["spec"], "reward")
     except BaseException as error:
         replies.write(pack(_failure(error)))
@@ -132,12 +135,37 @@ def main() -> None:
         timeout_s, unit, optional, call = plain
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         try:
-            reply = pack(["values", _values(bound, unit, optional, *call_from(call))])
+            values = _on_threads(lambda: _values(bound, unit, optional, *call_from(call)), threads)  # noqa: B023
+            reply = pack(["values", values])
         except BaseException as error:
             reply = pack(_failure(error))
+        threads = min(threads, 1)
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         replies.write(reply)
+
+
+def _on_threads(work: Callable[[], Any], count: int) -> Any:
+    """The result of `work`, done on `count` new threads at once; 0: on this one. Raises: the first exception."""
+    if not count:
+        return work()
+    outcomes: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcomes.append((work(), None))
+        except BaseException as error:
+            outcomes.append((None, error))
+
+    threads = [Thread(target=run, name="reward", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return outcomes[0][0]
 
 
 def _values(

@@ -44,13 +44,15 @@ class ProcessStory(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """The settings of a process. `spec`: module:function."""
+    """The settings of a process. `spec`: module:function. `threads`: import the function on another thread and call it
+    on others, as a replica does, the first time on so many at once; 0: on the main thread."""
 
     spec: str
     directory: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 30.0
     memory_mb: int | None = None
+    threads: int = 0
 
 
 class RewardProcess:
@@ -96,6 +98,7 @@ class RewardProcess:
         setup = {
             "spec": settings.spec, "directory": settings.directory, "arguments": dict(settings.arguments),
             "path": list(sys.path), "memory_bytes": (settings.memory_mb or 0) << 20,
+            "threads": settings.threads,
         }  # fmt: skip
         try:
             self._exchange(pack(setup), START_S, "to import the function")

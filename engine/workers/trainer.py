@@ -82,6 +82,15 @@ class Figures:
             log.warning("train() of step %d returned %s. %s", step, what, law)
 
 
+def metrics_problem(metrics: Any) -> str:
+    """What is wrong with what `train` returned, apart from single metrics; empty if nothing is."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        return f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
+    if metrics is not None and len(metrics) > MOST_OF_ALL:
+        return f"train() returned {len(metrics)} metrics; at most {MOST_OF_ALL} are allowed"
+    return ""
+
+
 def figure_of(value: Any) -> Figure | None:
     """A real number, or an array with one element, as a 64-bit int or a float; None for anything else."""
     try:
@@ -259,16 +268,12 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
         responses, tables = await self._call(_figures_of, groups, self._correct)
         metrics: object = await self._call_on_accelerator(self.trainer.train, batch)
         await self.leave()
-        law = ""
-        if metrics is not None and not isinstance(metrics, Mapping):
-            law = f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
-        elif metrics is not None and (count := await self._call(len, metrics)) > MOST_OF_ALL:
-            law = f"train() returned {count} metrics; at most {MOST_OF_ALL} are allowed"
+        law = await self._call(metrics_problem, metrics)
         if law:
             self._spoil(f"{law}; its weights may already contain train step {step}")
             raise TrainerSpoiled(law)
         figures: dict[str, Figure] = {}
-        if metrics is not None:
+        if isinstance(metrics, Mapping):
             figures = await self._call(self._figures.read, step, metrics)
         if self._samples is not None:
             await self._samples.keep_step(batch, await self._rollout_figures())
