@@ -496,7 +496,7 @@ def test_the_process_of_an_actor_loads_what_it_uses_alone() -> None:
 
 
 def test_the_launching_process_loads_no_server_and_no_model() -> None:
-    launching = ("engine.cli", "engine.actors.launch", "engine.metrics.listening_address")
+    launching = ("engine.cli", "engine.actors.launch", "engine.control.listening_address")
     assert brought(launching, ("aiohttp", "prometheus_client", "torch", "vllm", "transformers")) == []
 
 

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from engine.config import Config
 from engine.config.cluster import AUTO
 from engine.config.paths import paths_in
-from engine.errors import ConfigError, counted
+from engine.errors import ConfigError
 from engine.version import __version__
 
 log = logging.getLogger(__name__)
@@ -229,25 +229,19 @@ SHOWN_FILES = 5
 def runtime_env_refusal(sent: Mapping[str, Any], error: RuntimeEnvSetupError) -> ConfigError:
     """The error about a runtime environment that Ray could not set up. If `working_dir` is too large, names its largest
     files."""
-    directory = sent.get("working_dir")
-    if not isinstance(directory, str) or not os.path.isdir(directory) or "exceeds the maximum size" not in str(error):
-        fix = "check cluster.runtime_env"
-        return ConfigError("cluster.runtime_env", dict(sent), f"cannot be set up: {_reason(error)}", fix)
-    root, sizes = Path(directory).absolute(), list[tuple[int, str]]()
-
-    def note(path: Path) -> None:
-        if path.is_file():
-            sizes.append((path.stat().st_size, str(path.relative_to(root))))
-
-    excludes = [packaging._get_excludes(root, list(sent.get("excludes", ())))]
-    packaging._dir_travel(root, excludes, note, include_gitignore=True, logger=log)
-    largest = ", ".join(f"{name} ({size / 1e6:.1f} MB)" for size, name in sorted(sizes, reverse=True)[:SHOWN_FILES])
-    law = (
-        f"has {sum(size for size, _ in sizes) / 1e6:.1f} MB in {counted(len(sizes), 'file')}, and Ray sends at most "
-        f"{packaging.GCS_STORAGE_MAX_SIZE / 1e6:.1f} MB, compressed, to the nodes; the largest: {largest}"
-    )
-    fix = "list what the nodes do not need in .rayignore there, or in excludes of cluster.runtime_env"
-    return ConfigError("working_dir of cluster.runtime_env", directory, law, fix)
+    law, fix = f"cannot be set up: {_reason(error)}", "check cluster.runtime_env"
+    if "Failed to upload working_dir" in str(error) and "exceeds the maximum size" in str(error):
+        root, files = Path(sent["working_dir"]).absolute(), list[Path]()
+        excludes = [packaging._get_excludes(root, list(sent.get("excludes", ())))]
+        packaging._dir_travel(root, excludes, files.append, include_gitignore=True, logger=log)
+        sizes = sorted(((file.stat().st_size, file) for file in files if file.is_file()), reverse=True)
+        largest = ", ".join(f"{file.relative_to(root)} ({size / 1e6:.1f} MB)" for size, file in sizes[:SHOWN_FILES])
+        law = (
+            f"sends {root} to the nodes, which is larger than {packaging.GCS_STORAGE_MAX_SIZE / 1e6:.1f} MB when it is "
+            f"compressed; the largest files: {largest}"
+        )
+        fix = "list what the nodes do not need in .rayignore there, or in excludes of cluster.runtime_env"
+    return ConfigError("cluster.runtime_env", dict(sent), law, fix)
 
 
 def reload_token() -> None:

@@ -34,7 +34,7 @@ class GatewayActor(HeartbeatActor):
     async def open(self) -> str:
         """Start listening. Returns the base URL for agents.
 
-        Raises: `OSError` if the port is in use, `EngineError` if the run has no agents. The exceptions of
+        Raises: `ConfigError` if it cannot listen, `EngineError` if the run has no agents. The exceptions of
         the user's code.
         """
         plan = self._plan

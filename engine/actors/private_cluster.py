@@ -6,6 +6,7 @@ Ray's processes, and in no file: another user of the machine who knew it could e
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ from engine.config.hardware import object_store_limit
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.proxies import exempt_own_servers
 from engine.errors import ConfigError
-from engine.runtime.temporary_paths import shorten_temporary_paths
+from engine.runtime.temporary_paths import VARIABLES, shorten_temporary_paths
 
 NICENESS = "RAY_worker_niceness"
 """A setting of Ray, 15 by default. With other programs on the machine, actors would hardly run and miss heartbeats."""
@@ -49,17 +50,14 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
 def _require_ray_directory() -> None:
     """Raises: `ConfigError` if Ray's directory for its logs and sockets cannot be written."""
     directory = get_default_ray_temp_dir()
-    variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "RAY_TMPDIR")
-    reason = ""
+    variable = next((name for name in VARIABLES if name in os.environ), VARIABLES[0])
     try:
         os.makedirs(os.path.realpath(directory), exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            reason = "no permission"
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        reason = str(error.strerror)
-    if reason:
-        law = f"Ray cannot write its files in {directory}: {reason}"
-        raise ConfigError(variable, os.environ.get(variable), law, "set RAY_TMPDIR to a directory that you can write")
+        law = f"Ray cannot write its files in {directory}: {error.strerror}"
+        fix = "set RAY_TMPDIR to a directory that you can write"
+        raise ConfigError(variable, os.environ.get(variable), law, fix) from None
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def join(config: "Config") -> None:
 
 def check_servers(config: "Config") -> None:
     """Check that every server of a run can listen at its address. Raises: `ConfigError`."""
-    from engine.metrics.listening_address import check_addresses
+    from engine.control.listening_address import check_addresses
 
     servers = [("metrics", config.metrics.host, config.metrics.port)]
     if config.control.enabled:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from engine.control.address_file import ControlPlace
 from engine.control.http_listener import ANYWHERE, ConnectionBounds, Hosts, Listener, Refused
+from engine.control.listening_address import listen
 from engine.control.requests import MAX_BODY_BYTES, Operation, parse
 from engine.errors import ConfigError, EngineError
 
@@ -34,13 +35,7 @@ class ControlServer:
         """Listen. `hosts`: additional host names under which requests are accepted. Raises: `ConfigError` if it cannot
         listen at the address."""
         self._listener = Listener(self._take, _refusal, self._bounds, hosts=Hosts(host, hosts))
-        try:
-            address = await self._listener.start(host, port)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                "control.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port"
-            ) from None
+        address = await self._listener.start(listen(host, port, "control"))
         name = socket.gethostname() if host in ANYWHERE else f"[{host}]" if ":" in host else host
         return ControlPlace(f"http://{name}:{address[1]}", self._token)
 

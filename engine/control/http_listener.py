@@ -135,18 +135,15 @@ class Listener:
         self._cancels = cancels
         self._listening: asyncio.Server | None = None
 
-    async def start(self, host: str = "", port: int = 0, sock: socket.socket | None = None) -> tuple[Any, ...]:
-        """Listen on an address or on a bound socket. Returns the address. Raises: OSError, OverflowError."""
+    async def start(self, sock: socket.socket) -> tuple[Any, ...]:
+        """Answer on a socket that listens (`listening_address.listen`). Returns its address."""
         loop = asyncio.get_running_loop()
         self._server = web.Server(self._answer, request_factory=self._make_request, handler_cancellation=self._cancels)
 
         def connect() -> _Connection:
             return _Connection(self, self._server, loop)
 
-        if sock is not None:
-            self._listening = await loop.create_server(connect, sock=sock)
-        else:
-            self._listening = await loop.create_server(connect, host, port)
+        self._listening = await loop.create_server(connect, sock=sock)
         address: tuple[Any, ...] = self._listening.sockets[0].getsockname()
         return address
 

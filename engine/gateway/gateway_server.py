@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.control.http_listener import ConnectionBounds, Listener, Refused
+from engine.control.listening_address import listen
 from engine.errors import DataFailure, describe_error
 from engine.gateway.agents import Agents, GatewayParts
 from engine.gateway.openai_format import (
@@ -71,8 +72,8 @@ class GatewayServer:
         self._listener = Listener(self._speak_openai, _refusal, bounds, cancels=True)
 
     async def start(self, host: str, port: int) -> None:
-        """Start listening. Raises: OSError if the port is in use."""
-        address = await self._listener.start(host, port)
+        """Start listening. Raises: ConfigError if it cannot listen there."""
+        address = await self._listener.start(listen(host, port, "agent"))
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         self.url = f"http://{shown}:{address[1]}/v1"
 

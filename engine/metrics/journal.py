@@ -88,7 +88,7 @@ def keep_rows(
             stays = keep(row)
             kept += [row] if stays else []
             loses |= not stays and not again(row)
-        except (ValueError, TypeError, RecursionError) as error:
+        except ValueError as error:
             loses = True
             complain(f"{path}: line {number} is not a row of metrics and is removed: {error}")
     temporary = path.with_name(path.name + ".tmp")
@@ -149,19 +149,13 @@ def _readable(path: Path) -> Iterator[IO[bytes]]:
         raise ConfigError("RUN", str(path), f"cannot be read: {error.strerror or error}") from None
 
 
-NUMBERS = ("step", "validation", "steps")
-"""Keys of rows whose values are whole numbers."""
-
-
 def rows_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The rows among lines of text, without those that are incomplete or damaged."""
     for line in lines:
         try:
-            row = object_of(line)
-        except (ValueError, RecursionError):
+            yield object_of(line)
+        except ValueError:
             continue  # a line that is being written, or that a crash of the machine damaged
-        if all(isinstance(row[key], int) for key in NUMBERS if key in row):
-            yield row
 
 
 def cut_rows(

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from engine.control.http_listener import ConnectionBounds, Hosts, Listener, Refused
-from engine.metrics.listening_address import listen
+from engine.control.listening_address import listen
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,14 @@ class MetricsServer:
         there."""
         self._scrape: Any = make_aiohttp_handler(registry)
         self._describe = describe
-        sock = listen(host, port)
+        sock = listen(host, port, "metrics")
         self.host = host
         self.port: int = sock.getsockname()[1]
         self._listener = Listener(self._answer, _refusal, ConnectionBounds(), hosts=Hosts(host, hosts))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="metrics", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listener.start(sock=sock), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._listener.start(sock), self._loop).result()
         self._closed = False
 
     @property

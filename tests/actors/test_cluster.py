@@ -84,8 +84,8 @@ def test_code_that_is_too_large_for_the_nodes_is_named_by_its_largest_files(
         packaging.upload_package_to_gcs("gcs://package.zip", bytes(1_000_001))
     error = RuntimeEnvSetupError(f"Failed to upload working_dir {tmp_path} to the Ray cluster: {large.value}")
     said = str(runtime_env_refusal({"working_dir": str(tmp_path), "excludes": ["/runs"]}, error))
-    assert said.startswith(f"working_dir of cluster.runtime_env '{tmp_path}' has 6.0 MB in 3 files, and Ray sends at")
-    assert "the largest: data/large.bin (4.0 MB), data/small.bin (2.0 MB), a.py" in said and ".rayignore" in said
+    assert f"sends {tmp_path} to the nodes, which is larger than 1.0 MB when it is compressed" in said
+    assert "the largest files: data/large.bin (4.0 MB), data/small.bin (2.0 MB), a.py" in said and ".rayignore" in said
     other = str(runtime_env_refusal({"pip": ["none"]}, RuntimeEnvSetupError("no such package")))
     assert other.startswith("cluster.runtime_env {'pip': ['none']} cannot be set up:") and "no such package" in other
 

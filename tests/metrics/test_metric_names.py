@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from steady_world import GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
+from engine.control.listening_address import check_addresses
 from engine.errors import ConfigError
 from engine.metrics.document import PAGE, TABLE, up_to_date
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.listening_address import check_addresses
 from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.names import FIGURES_KEPT, METRICS, REWARD_FUNCTIONS_KEPT, REWARD_HISTOGRAM, Metric
 from engine.reward_histogram import BOUNDS, HISTOGRAMS, histogram_of

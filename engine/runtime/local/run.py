@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
+from engine.control.listening_address import check_addresses
 from engine.control.proxies import exempt_own_servers
 from engine.control.requests import MOST_REPLICAS
 from engine.errors import ConfigError, EngineError, RunFailed, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
-from engine.metrics.listening_address import check_addresses
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
 from engine.protocols import Generator, Restorable, Scorer, Trainer

@@ -19,7 +19,7 @@ def check_addresses(servers: Iterable[tuple[str, str, int]]) -> None:
             opened.enter_context(listen(host, port, section))
 
 
-def listen(host: str, port: int, section: str = "metrics") -> socket.socket:
+def listen(host: str, port: int, section: str) -> socket.socket:
     """A socket that listens at an address; port 0: any free port. `section`: of the configuration. Raises:
     ConfigError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
