@@ -296,7 +296,7 @@ def _passes_call(rooms: Rooms, code: str, test: CodeTest, impossible: str) -> bo
         ours.settimeout(rooms.limits.limit_s + GRACE_S)
         channel, reply = RoleChannel(ours), None
         with suppress(OSError, ValueError, RecursionError):
-            if channel.receive() == {"ready": True}:
+            if channel.receive(longest=64) == {"ready": True}:
                 channel.send(call_of(test))
                 reply = channel.receive(longest_output(json.dumps(test.expected)))
         rooms.stop(0)

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 from time import monotonic
 from typing import Any
 from zlib import crc32
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from engine.config.reward import NamedReward, RewardSection
 from engine.config.reward_functions import reward_of_section
@@ -73,6 +76,12 @@ FENCED = [
 def test_the_code_of_a_response_is_its_last_block_of_python(response: str, code: str | None) -> None:
     found = last_python(response)
     assert (found and found.removesuffix("\n")) == code
+
+
+@given(st.text("ab'\"\\n \t#"), st.text("ab`\n "), st.sampled_from(["```", "````", "~~~"]))
+def test_code_between_fences_is_found_whatever_stands_around_it(code: str, before: str, fence: str) -> None:
+    assume(not re.search("`{3}", before))
+    assert last_python(f"{before}\n{fence}python\n{code}\n{fence}\n{before}") == f"{code}\n"
 
 
 SOLUTION = "```python\nclass Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n```"
