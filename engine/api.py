@@ -161,6 +161,7 @@ def resume(
     reward: Reward | None = None,
     *,
     environment: str | Callable[..., "Environment"] | None = None,
+    accept_data_change: bool = False,
     plain: bool = False,
     **settings: Any,
 ) -> TrainedRun:
@@ -169,6 +170,7 @@ def resume(
     `run`: its directory, its name under `runs/`, or a `TrainedRun`. `reward`, `environment`: the functions and classes
     that the run began with, if they belong to this script or notebook and cannot be imported. `settings`: fields that a
     resume may change, by their dotted names, for example `**{"run.max_steps": 100}`, which also extends a finished run.
+    `accept_data_change`: continue with changed data, by the content of its rows.
 
     Raises: see `train`; also `RunFinished` if no step is left.
     """
@@ -183,7 +185,8 @@ def resume(
     config, changed, local = resumption(directory, reward, environment, settings)
     require_unfinished(directory.path, changed)
     running.join(config)
-    return _watch(config, directory, running.Mode(plain=plain, resume=True, settings=changed, local=local))
+    mode = running.Mode(plain=plain, resume=True, settings=changed, accept_data_change=accept_data_change, local=local)
+    return _watch(config, directory, mode)
 
 
 def resumption(

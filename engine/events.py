@@ -304,6 +304,8 @@ class RunResumed(Event, frozen=True, kw_only=True, tag=22):
     """The launching process resumed the run by itself after `FinishRun.again`. False: a user resumed it."""
     checkpoint: StepId = 0
     """With `kept`: train steps in the checkpoint that the trainer loaded. Its `CheckpointSaved` may have been lost."""
+    changed: bool = False
+    """The data has changed, so the source may have prompts again."""
 
 
 class StateLeft(Event, frozen=True, kw_only=True, tag=32):

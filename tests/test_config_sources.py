@@ -171,7 +171,7 @@ def test_a_run_draws_from_its_sources(model: str, tmp_path: Path) -> None:
     for learns in ({"curriculum": {"stages": STAGES}}, {}):
         made = tree(model, tmp_path, **learns)
         config = parse_config(made if learns else changed(made, 0, pass_rate={"max": 0.4}))
-        prompts = make_prompts(config, inputs_of(config))
+        prompts = make_prompts(config, inputs_of(config), tmp_path)
         assert type(prompts) is MixedPrompts and prompts.learns
 
 

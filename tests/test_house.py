@@ -25,7 +25,7 @@ ENGINE = ROOT / "engine"
 
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
-TYPES = {"ids", "errors", "trajectory", "reward_histogram"}
+TYPES = {"ids", "errors", "trajectory", "reward_histogram", "input_identity"}
 BOTTOM = {*TYPES, "protocols", "section"}
 EVENTS = {*TYPES, "events", "commands"}
 STATES = {*EVENTS, "states"}
@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "trajectory": TYPES,
     "section": TYPES,
     "reward_histogram": set(),
+    "input_identity": {"ids", "errors"},
     "protocols": BOTTOM,
     "extras": BOTTOM,
     "version": BOTTOM,

@@ -31,7 +31,8 @@ from engine.control.requests import Drain, Operation, Stop
 from engine.errors import EngineError, RunFailed, RunFinished, clean, counted
 from engine.events import RunInterrupted
 from engine.metrics.status import Status
-from engine.plans.configured_plan import plan_of
+from engine.plans.configured_plan import checked_inputs, planned
+from engine.plans.input_changes import settle_inputs
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.runtime.plan import Plan
 from engine.tasks.quickstart import Progress
@@ -53,23 +54,26 @@ def launch(
     resume: bool = False,
     force_from: str | None = None,
     settings: Sequence[tuple[str, str]] = (),
+    accept_data_change: bool = False,
     local: Local = NO_LOCAL,
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `storage.run_directory.create` has made.
 
     `resume` continues the run in the directory: from the checkpoint `force_from` if given, with `settings` of the
-    scheduler as (path, value). `local`: functions and classes that other processes cannot import. If the configuration
-    or `RAY_ADDRESS` names a cluster, it is joined, and the process stays connected after the run. `progress(share,
-    text)` is called as each stage of the start begins and goes on; `share` is from 0 to 1. Returns when every actor is
-    up and the first prompts are drawn.
+    scheduler as (path, value), and with changed data only if `accept_data_change` is set. `local`: functions and
+    classes that other processes cannot import. If the configuration or `RAY_ADDRESS` names a cluster, it is joined, and
+    the process stays connected after the run. `progress(share, text)` is called as each stage of the start begins and
+    goes on; `share` is from 0 to 1. Returns when every actor is up and the first prompts are drawn.
 
     Raises: `ConfigError` if the configuration cannot run, before any actor starts if possible.
     """
     join_cluster(config, log.info)
-    plan = plan_of(config, Path(run_dir), progress, local)
+    inputs = checked_inputs(config, progress, local)
+    plan = dataclasses.replace(planned(config, inputs, Path(run_dir)), resume=resume)
+    settle_inputs(config, inputs, plan, accept_data_change, partial(progress, 1.0) if progress else log.warning)
     if ray.is_initialized():
         require_shared_files(config, str(plan.run_dir))
-    plan = dataclasses.replace(plan, resume=resume, force_from=force_from, settings=tuple(settings))
+    plan = dataclasses.replace(plan, force_from=force_from, settings=tuple(settings))
     return start(plan, progress)
 
 

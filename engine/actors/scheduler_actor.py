@@ -161,10 +161,11 @@ class SchedulerActor:
 
         plan = self._plan
         prepare_process("scheduler", plan.run_dir, private=True)
-        await self._load()
+        await self._load_extensions()
         if plan.resume and plan.run_dir is not None:
             self._history = await asyncio.to_thread(contained, history_of, plan, end_earlier)
         history = self._history
+        await self._load_prompts()
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
         loop = self._make(history)
@@ -178,12 +179,15 @@ class SchedulerActor:
         await asyncio.gather(loop.supervisor.open(None if history is None else history.restore), self._open_gateway())
         return loop.endpoint.url if loop.endpoint else None
 
-    async def _load(self) -> None:
-        """Load the user's prompts and extensions, which may be slow."""
+    async def _load_extensions(self) -> None:
+        """Load the user's extensions, which may be slow."""
         from engine.config import load_extensions_of
 
-        self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
+
+    async def _load_prompts(self) -> None:
+        """Load the user's prompts, once it is known from which of its data a resumed run continues."""
+        self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         freeze_objects()
 
     async def _reserve_trainer(self) -> None:
@@ -265,7 +269,8 @@ class SchedulerActor:
         try:
             prepare_process("scheduler", self._plan.run_dir, private=True)
             log.warning("the scheduler's process has ended and was restarted")
-            await self._load()
+            await self._load_extensions()
+            await self._load_prompts()
             assert self._plan.run_dir is not None
             recovery = await asyncio.to_thread(contained, recovery_of, self._plan.run_dir)
             if recovery.has_ended:

@@ -146,22 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     _takes_checkpoint(run)
     _takes_address(run)
     _takes_plain(run)
-    run.set_defaults(run=running.run, force_from=None)
+    run.set_defaults(run=running.run, force_from=None, accept_data_change=False)
 
-    resume = commands.add_parser("resume", help="continue an unfinished run, or extend a finished one")
-    resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
-    resume.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field; may be repeated"
-    )
-    _takes_address(resume)
-    resume.add_argument(
-        "--force-from",
-        metavar="CHECKPOINT",
-        help="continue from this checkpoint (step-000020) or from the `initial` weights; later data is set aside",
-    )
-    _takes_plain(resume)
-    resume.set_defaults(run=running.resume)
-
+    _add_resume(commands)
     _add_export(commands)
     evaluate.add_command(commands)
 
@@ -190,6 +177,27 @@ def _parser() -> argparse.ArgumentParser:
     takes_json(states)
     states.set_defaults(run=_states)
     return parser
+
+
+def _add_resume(commands: Any) -> None:
+    resume = commands.add_parser("resume", help="continue an unfinished run, or extend a finished one")
+    resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    resume.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field; may be repeated"
+    )
+    _takes_address(resume)
+    resume.add_argument(
+        "--force-from",
+        metavar="CHECKPOINT",
+        help="continue from this checkpoint (step-000020) or from the `initial` weights; later data is set aside",
+    )
+    resume.add_argument(
+        "--accept-data-change",
+        action="store_true",
+        help="continue with changed data, by the content of its rows, where their numbers have changed",
+    )
+    _takes_plain(resume)
+    resume.set_defaults(run=running.resume)
 
 
 def _add_export(commands: Any) -> None:

@@ -49,6 +49,8 @@ class Mode:
     """New scheduler settings of a resumed run, as (path, value)."""
     force_from: str | None = None
     """The checkpoint from which to resume; None: the newest state."""
+    accept_data_change: bool = False
+    """Whether to resume with changed data."""
     local: "Local" = field(default_factory=dict)
     """Functions and classes that cannot be imported under their names in the configuration, by their fields."""
 
@@ -119,7 +121,10 @@ def _resume(directory: "RunDirectory", path: Path, arguments: argparse.Namespace
     config, settings = resumption_of(directory, path, arguments.set, arguments.force_from)
     require_unfinished(directory.path, settings, missing_end=bool(arguments.force_from))
     join(config)
-    mode = Mode(plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from)
+    mode = Mode(
+        plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from,
+        accept_data_change=arguments.accept_data_change,
+    )  # fmt: skip
     return _train(config, directory, interrupts, mode)
 
 
@@ -280,6 +285,7 @@ def _watch(
             resume=mode.resume,
             settings=mode.settings,
             force_from=mode.force_from,
+            accept_data_change=mode.accept_data_change,
             local=mode.local,
         )
     try:

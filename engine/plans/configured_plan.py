@@ -45,7 +45,12 @@ from engine.workers.cache_reports import CACHE_EVERY_S
 
 
 def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:
-    """The plan of a configured run. With `model.make`, creates the model and its data. `local`: functions and classes
+    """The plan of a configured run. See `checked_inputs`."""
+    return planned(config, checked_inputs(config, progress, local), run_dir)
+
+
+def checked_inputs(config: Config, progress: Progress | None = None, local: Local = NO_LOCAL) -> Inputs:
+    """What a configured run reads. With `model.make`, creates the model and its data. `local`: functions and classes
     that other processes cannot import, by field.
 
     Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
@@ -54,11 +59,11 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, loc
     inputs = replace(inputs_of(config, progress), local=local)
     check_agent(config, local)
     reward_of(config, inputs, check=True)
-    for line in check_environment(config, inputs.model, inputs.sources[0].load().data, local):
+    own = config.environment.class_name is not None
+    for line in check_environment(config, inputs.model, inputs.sources[0].load().data, local) if own else ():
         if progress is not None and line.startswith("note: "):
             progress(1.0, line.removeprefix("note: "))
-    inputs = fit_prompts(config, inputs, progress)
-    return _planned(config, inputs, run_dir)
+    return fit_prompts(config, inputs, progress)
 
 
 def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
@@ -88,7 +93,7 @@ def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progres
     inputs = replace(inputs_of(config, progress), model=model)
     check_agent(config)
     reward_of(config, inputs, check=True)
-    plan = _planned(config, fit_prompts(config, inputs, progress, trains=False), run_dir)
+    plan = planned(config, fit_prompts(config, inputs, progress, trains=False), run_dir)
     return replace(
         plan, make_trainer=no_trainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
         metrics_port=None, control_port=None, sinks={}, endpoints=None, trajectories="memory",
@@ -107,7 +112,8 @@ def _no_prompt(group: int) -> Prompt:
     raise AssertionError("an evaluation draws no training prompts")
 
 
-def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
+def planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
+    """The plan of a run with these inputs. Raises: `ConfigError`."""
     answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     settings, begin = start_of(config, run_dir, inputs.model)
     settings = settings.with_local(inputs.local)
@@ -138,7 +144,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         make_gateway=gateway_of(
             config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings()), inputs.local
         ),
-        make_prompts=partial(make_prompts, config, inputs),
+        make_prompts=partial(make_prompts, config, inputs, run_dir.resolve()),
         transport=transport_settings(config.rollout),
         policies=config.policies().names,
         run_dir=run_dir.resolve(),

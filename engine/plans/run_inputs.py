@@ -6,24 +6,25 @@ Called by `configured_plan`, in the launching process, and by `rollouts`. Must n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config
 from engine.config.prompts import check_prompts, load_tokenizer, prompt_limit, renderer_of
 from engine.config.reward_functions import reward_of_section
 from engine.config.validation import SetSettings
 from engine.errors import ConfigError
+from engine.input_identity import InputIdentity
 from engine.plans.trainers import make_warm_start
 from engine.plans.validation_sets import held_out_rows, set_files
 from engine.protocols.named_code import Local
 from engine.rollout.reward_parts import RewardParts
 from engine.runtime.prompt_sources import CountedPrompts, MixedPrompts, Prompts
 from engine.states.limits import ValidationLimits
+from engine.storage.input_files import read_inputs
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.mixture import Mixture, Source
 from engine.tasks.prompt_lengths import count_tokens, fitting_prompts
 from engine.tasks.quickstart import Progress, prepare
-from engine.tasks.source_files import SourceFiles
+from engine.tasks.source_files import LoadedSource, SourceFiles
 from engine.trajectory import Prompt
 
 HELD_OUT = "data.validation_path"
@@ -138,19 +139,33 @@ def held_out_of(config: Config, inputs: Inputs, limits: ValidationLimits) -> tup
     return rows, replace(limits, rows=len(rows), sets=sets)
 
 
-def make_prompts(config: Config, inputs: Inputs) -> Prompts:
-    """The training prompts, in the order of the run's seed."""
-    loaded = [source.load() for source in inputs.sources]
-    order: dict[str, Any] = {
-        "seed": config.run.seed, "epochs": config.run.epochs, "shuffle": config.data.shuffle
-    }  # fmt: skip
-    if not config.data.sources:
-        (alone,) = loaded
-        source = PromptSource(alone.data, **order)
-        return CountedPrompts(source.total, source.prompt)
+def make_prompts(config: Config, inputs: Inputs, run_dir: Path) -> Prompts:
+    """The training prompts, in the order of the run's seed, and as the run in a directory has read them so far.
+
+    Raises: `ConfigError` for data that has changed since the run was launched.
+    """
+    loaded, kept = [source.load() for source in inputs.sources], read_inputs(run_dir)
+    for one in loaded if kept else ():
+        if one.data.ids() != kept[-1].rows.get(one.files.name):
+            fix = "restore it, or use `engine resume RUN --accept-data-change`"
+            raise ConfigError(one.files.field, one.files.path, "was changed while the run was running", fix)
+    if config.data.sources:
+        return MixedPrompts(mixture_of(config, loaded, kept))
+    if len(kept) > 1:
+        changed = mixture_of(config, loaded, kept)
+        return CountedPrompts(changed.total, changed.prompt)
+    (alone,) = loaded
+    source = PromptSource(alone.data, seed=config.run.seed, epochs=config.run.epochs, shuffle=config.data.shuffle)
+    return CountedPrompts(source.total, source.prompt)
+
+
+def mixture_of(config: Config, loaded: Sequence[LoadedSource], kept: Sequence[InputIdentity]) -> Mixture:
+    """The draws from the sources. `kept`: what the run began with, then each change of its data."""
     sources = [
         Source(name=one.files.name, data=one.data, weight=one.files.weight, rest=one.files.rest, dropped=one.dropped)
         for one in loaded
     ]
-    mixture = Mixture(sources, curriculum=config.data.chosen_curriculum(), **order)
-    return MixedPrompts(mixture)
+    return Mixture(
+        sources, seed=config.run.seed, epochs=config.run.epochs, shuffle=config.data.shuffle,
+        curriculum=config.data.chosen_curriculum(), inputs=kept,
+    )  # fmt: skip

@@ -148,6 +148,7 @@ CONTENTS = (
     "trajectories",
     "checkpoints",
     "samples",
+    "inputs",
     "logs",
     "history-cache",
     "tensorboard",

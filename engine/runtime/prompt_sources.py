@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, PublishWeights, ResumeGroup, StartGroup
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
 from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
-from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.record.codec import plain
 from engine.states.process import REPLICA
 from engine.trajectory import Prompt
@@ -66,6 +66,7 @@ class Chooser(Protocol):
     def choose(self, group: GroupId, step: StepId) -> None: ...
     def outcome(self, group: GroupId, reward: float) -> None: ...
     def branch(self, steps: StepId, again: Sequence[GroupId]) -> None: ...
+    def resume(self, event: EventId) -> None: ...
     def prompt(self, group: GroupId) -> Prompt: ...
     def figures(self) -> Mapping[str, Mapping[str, int]]: ...
 
@@ -101,6 +102,9 @@ class MixedPrompts(CountedPrompts):
                 self._attempts.clear()
                 self._lives.clear()
                 self.mixture.branch(event.steps, (*event.consumed, *event.released))
+                self._resume(event)
+            elif isinstance(event, RunResumed):
+                self._resume(event)
             elif isinstance(event, ProcessLost) and event.kind == REPLICA:
                 lost = [group for group, life in self._lives.items() if life == (event.index, event.incarnation)]
                 for group in lost:
@@ -123,6 +127,10 @@ class MixedPrompts(CountedPrompts):
                 self._forget(command.group)
             elif type(command) is PublishWeights:
                 self._steps_in[command.version] = command.steps
+
+    def _resume(self, event: RunResumed) -> None:
+        self.mixture.resume(event.id)
+        self._total = self.mixture.total
 
     def _run(self, command: StartGroup | ResumeGroup) -> None:
         self._attempts[command.group] = command.attempt

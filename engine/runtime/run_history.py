@@ -25,6 +25,7 @@ from engine.record.segment_log import Torn, has_segments
 from engine.runtime.plan import Plan, Redo, Restore
 from engine.scheduling.settings import MAX_STEPS, changed_limits, how_to_train_more
 from engine.states.machine import Phase
+from engine.states.state import State
 from engine.storage.checkpoints import (
     checkpoint_path,
     list_checkpoints,
@@ -35,6 +36,7 @@ from engine.storage.checkpoints import (
 )
 from engine.storage.durable_trajectories import DurableStore, put_store_aside
 from engine.storage.group_codec import unpack_group
+from engine.storage.input_files import begin_inputs, begins_inputs
 from engine.storage.samples import FOLDER, put_samples_aside
 
 # -- groups that the record refers to ----------------------------------------------------------------------------------
@@ -200,6 +202,8 @@ class RunHistory(RecoveredRun):
     """New names of the files that were set aside."""
     validations: int = 0
     """Number of validations that the run created, including those that its end canceled."""
+    changed: bool = False
+    """Whether the data has changed."""
 
     def __str__(self) -> str:
         event = self.event(0)
@@ -223,7 +227,7 @@ class RunHistory(RecoveredRun):
             )
         else:
             event = self.recovered.resume_from_checkpoint(steps=self.restore.steps, replicas=replicas)
-        return structs.replace(event, again=again)
+        return structs.replace(event, again=again, changed=self.changed)
 
 
 def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir: None) -> RunHistory:
@@ -334,6 +338,9 @@ def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
     if metrics.exists():
         require_regular(metrics)
     missing, torn = (None, None) if plan.force_from is not None else missing_groups(plan, recovered, steps)
+    changed = begins_inputs(plan.run_dir, recovered.events, missing is None)
+    if changed and missing is not None:  # the rows of groups that have begun may be others
+        missing = tuple(dict.fromkeys([*missing, *_unfinished(state, Phase.RUNNING, Phase.PARKED)]))
     # nothing has been changed so far
     aside = [] if missing is not None else [put_store_aside(plan.run_dir / "trajectories")]
     aside += [put_aside(path) for later, path in saved if later > steps]
@@ -356,13 +363,32 @@ def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
     aside += [copied] if copied.exists() else []
     if missing is None:
         aside.append(_samples_aside(plan.run_dir / FOLDER, steps, rows, damaged))
+    if changed:
+        _begin_inputs(plan.run_dir, recovered, steps, missing)
     newest = tuple(path for path in aside if path is not None)
     for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
         remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
         recovered=recovered, lock=lock, restore=restore, missing=missing, torn=torn, damaged=tuple(damaged),
-        aside=newest, validations=state.validations.created,
+        aside=newest, validations=state.validations.created, changed=changed,
     )  # fmt: skip
+
+
+def _unfinished(state: State, *phases: Phase) -> list[GroupId]:
+    """The groups in these phases whose prompts are read from the data."""
+    found = (group for group in state.groups.live.values() if not group.rare.prepared)  # prepared ones are stored
+    return [group.id for group in found if state.groups.phase_of(group.state) in phases]
+
+
+def _begin_inputs(run_dir: Path, recovered: Recovered, steps: StepId, missing: tuple[GroupId, ...] | None) -> None:
+    """Note at which event a change of the data counts, and which groups are generated after it."""
+    state = recovered.scheduler.state
+    if missing is None:
+        event = recovered.resume_from_checkpoint(steps=steps, replicas=0)
+        again = {*state.groups.live, *event.consumed, *event.released}
+    else:
+        again = {*_unfinished(state, Phase.WAITING), *missing}
+    begin_inputs(run_dir, recovered.events, state.groups.ledger.drawn, tuple(sorted(again)))
 
 
 def _samples_aside(directory: Path, steps: StepId, rows: Sequence[dict[str, Any]], damaged: list[str]) -> Path | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from engine.errors import ConfigError, suggestion
 from engine.record.files import is_locked, make_directory, make_run_directory, private_opener
 from engine.record.segment_log import has_segments
+from engine.storage.input_files import INPUTS
 from engine.storage.samples import FOLDER
 
 
@@ -141,7 +142,8 @@ def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
 def _claim(path: Path, argument: str) -> Path:
     make_directory(path)
     run, found = RunDirectory(path), sorted(inside.name for inside in path.iterdir())
-    abandoned = found == [run.checkpoints.name, run.config.name, run.schedule.name] and not run.has_record
+    made = [name for name in found if name != INPUTS]
+    abandoned = made == [run.checkpoints.name, run.config.name, run.schedule.name] and not run.has_record
     if found and not (abandoned and run.is_prepared is False):
         law = "already holds a run" if "schedule" in found else f"is not empty: it has {found[0]}"
         raise ConfigError(argument, str(path), law, "a run needs a new or empty directory")

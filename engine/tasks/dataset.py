@@ -5,6 +5,7 @@ bad row silently; never draws from hidden random state: draw i of a seed is the 
 """
 
 import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import ConfigError, choice
+from engine.input_identity import row_ids
 from engine.tasks.chat import content_of, problem_of, tools_of
 from engine.tasks.data_files import MESSAGES, TOOLS, DataRows, Paths, TableRows, files_of, read_rows
 from engine.trajectory import Prompt
@@ -67,6 +69,11 @@ class Dataset:
             raise IndexError(f"row {row} does not exist: the data set has {len(self)} rows, counted from 0")
         row = row if self._chosen is None else self._chosen[row]
         return self._to_prompt(row, self._rows.read(row))
+
+    def ids(self) -> bytes:
+        """The `row_ids` of its rows, as they are in the files."""
+        ids = row_ids(self._rows.all())
+        return ids if self._chosen is None else b"".join(ids[8 * row : 8 * row + 8] for row in self._chosen)
 
     def prompts(self) -> Iterator[Prompt]:
         """Every prompt, in order. Much faster than `prompt` for the rows of a table."""
@@ -361,8 +368,14 @@ class PromptSource:
     None, `total` is None: the source never ends.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int, epochs: int | None = None, shuffle: bool = True) -> None:
+    def __init__(
+        self, dataset: Dataset, *, seed: int, epochs: int | None = None, shuffle: bool = True, rows: int | None = None
+    ) -> None:
+        """`rows`: number of rows, if it is not that of the data set now."""
         self.dataset = dataset
+        self.rows = len(dataset) if rows is None else rows
+        self.begun, self.rest = -1, array("q")
+        """Once the data has changed: the epoch that it changed in, and the rows of that epoch to draw."""
         self.seed = seed
         self.epochs = epochs
         self.shuffle = shuffle
@@ -371,16 +384,23 @@ class PromptSource:
     @property
     def total(self) -> int | None:
         """Draws until the source is empty."""
-        return None if self.epochs is None else self.epochs * len(self.dataset)
+        return None if self.epochs is None else self.epochs * self.rows
 
     def draw(self, number: int) -> Draw:
         """Epoch and row of a draw. Raises IndexError if there is no such draw."""
         if number < 0 or (self.total is not None and number >= self.total):
             raise IndexError(f"draw {number} does not exist: the data source has {self.total} draws, counted from 0")
-        epoch, place = divmod(number, len(self.dataset))
-        if not self.shuffle:
-            return Draw(epoch, place)
-        return Draw(epoch, int(self._permutation(epoch)[place]))
+        if number < len(self.rest):
+            return Draw(self.begun, self.rest[number])
+        epoch, place = divmod(number - len(self.rest), self.rows)
+        epoch += self.begun + 1
+        return Draw(epoch, int(self._permutation(epoch)[place]) if self.shuffle else place)
+
+    def change(self, rows: int, epoch: int, taken: Sequence[int]) -> None:
+        """Begin with changed data: draw the rest of an epoch, of which the rows `taken` were drawn, then others."""
+        self.rows, self.begun, self._permutations = rows, epoch, {}
+        drawn, order = set(taken), self._shuffled(epoch).tolist() if self.shuffle else range(rows)
+        self.rest = array("q", (row for row in order if row not in drawn))
 
     def prompt(self, number: int) -> Prompt:
         """The prompt of a draw."""
@@ -399,4 +419,4 @@ class PromptSource:
 
         # Sort raw Philox words: numpy promises that they never change with its version, unlike Generator.permutation.
         key = np.array([self.seed, epoch], dtype=np.uint64)
-        return np.argsort(np.random.Philox(key=key).random_raw(len(self.dataset)), kind="stable")
+        return np.argsort(np.random.Philox(key=key).random_raw(self.rows), kind="stable")

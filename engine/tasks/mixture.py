@@ -23,13 +23,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from engine.errors import DataFailure
-from engine.ids import GroupId, StepId
+from engine.ids import EventId, GroupId, StepId
+from engine.input_identity import InputIdentity, matching_rows
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate
 from engine.trajectory import Prompt
 
 UNKNOWN = float("nan")
 UNCHOSEN = -1
+GONE = -1
+"""The row of a group whose row was removed from the data."""
 NEVER_AGAIN = 2**62
 
 
@@ -75,7 +78,12 @@ class _Groups:
 
 
 class Mixture:
-    """`total`: the number of draws, `epochs` times the rows of all sources; None without `epochs`."""
+    """`total`: the number of draws, `epochs` times the rows of all sources; None without `epochs`.
+
+    `inputs`: what the run began with, then each change of its data. After a change, a group keeps its row by content.
+    The epoch goes on with the rows that it has not drawn, new ones too. A group to generate again whose row is gone
+    gets one of them.
+    """
 
     def __init__(
         self,
@@ -85,16 +93,24 @@ class Mixture:
         epochs: int | None = None,
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
+        inputs: Sequence[InputIdentity] = (),
     ) -> None:
         self.sources = tuple(sources)
-        self.total = None if epochs is None else epochs * sum(len(source.data) for source in sources)
+        self._ids = [inputs[0].ids(source.name) for source in sources] if inputs else []
+        self._changes, self._epochs = deque(inputs[1:]), epochs
+        sizes = [len(ids) for ids in self._ids] or [len(source.data) for source in sources]
+        self.total = None if epochs is None else epochs * sum(sizes)
         self.learns = curriculum is not None or any(source.rest is not None for source in sources)
         """Whether a choice depends on anything but the number of the draw."""
-        self._stages = (CurriculumStage(weights=shares(sources)),) if curriculum is None else curriculum.stages
         self._curriculum = curriculum
         self._orders = [
-            PromptSource(source.data, seed=_seed_of(seed, source.name), shuffle=shuffle) for source in sources
+            PromptSource(source.data, seed=_seed_of(seed, source.name), shuffle=shuffle, rows=size)
+            for source, size in zip(sources, sizes, strict=True)
         ]
+        self._stages = self._shares() if curriculum is None else curriculum.stages
+        self.left: Sequence[int] = []
+        """After a change: rows of each source that the epoch had not drawn. They are the weights of the next draws."""
+        self._left_draws = 0
         self._next = [0] * len(sources)
         """Position of each source in its endless order."""
         self._credit: list[float] = [0] * len(sources)
@@ -103,6 +119,15 @@ class Mixture:
         self.rested = [0] * len(sources)
         """Rows of each source that were skipped."""
         self._forget()
+        while self._changes and not self.learns:
+            self._choose_until(self._changes[0].drawn)
+            self._change(self._changes.popleft())
+
+    def _shares(self) -> tuple[CurriculumStage, ...]:
+        """The weights without a curriculum. Numbers of rows are whole, so that each row comes once in each epoch."""
+        pairs = zip(self.sources, self._orders, strict=True)
+        weights = tuple(order.rows if source.weight is None else source.weight for source, order in pairs)
+        return (CurriculumStage(weights=weights),)
 
     def _forget(self) -> None:
         """Forget all outcomes."""
@@ -123,8 +148,16 @@ class Mixture:
             self._learn(step)
         if group in self._groups:
             self._groups.step[group] = step
-            return
-        weights = self._stages[self.stage].weights
+        else:
+            self._choose_next(group, step)
+
+    def _choose_until(self, end: GroupId) -> None:
+        for group in range(len(self._groups), end):
+            self.choose(group)
+
+    def _choose_next(self, group: GroupId, step: StepId) -> None:
+        weights = self.left if self._left_draws else self._stages[self.stage].weights
+        self._left_draws = max(0, self._left_draws - 1)
         credit = self._credit
         for index, weight in enumerate(weights):
             credit[index] += weight
@@ -136,7 +169,7 @@ class Mixture:
 
     def _row(self, source: int) -> tuple[int, int]:
         """The next row of a source that does not rest, and its pass. If all rows rest, the next row."""
-        order, rests, rows = self._orders[source], self._rests[source], len(self.sources[source].data)
+        order, rests, rows = self._orders[source], self._rests[source], self._orders[source].rows
         first = self._next[source]
         for number in range(first, first + rows):
             pass_number, row = order.draw(number)
@@ -150,10 +183,11 @@ class Mixture:
     def prompt(self, group: GroupId) -> Prompt:
         """The prompt of a group. Raises: `DataFailure` if none was chosen and choices depend on outcomes."""
         if not self.learns:
-            for earlier in range(len(self._groups), group + 1):
-                self.choose(earlier)
+            self._choose_until(group + 1)
         if group not in self._groups:
             raise DataFailure(f"no prompt was chosen for group {group}", group=group)
+        if self._groups.row[group] == GONE:
+            raise DataFailure(f"the row of group {group} was removed from the data", group=group)
         source = self.sources[self._groups.source[group]]
         return replace(source.data.prompt(self._groups.row[group]), source=source.name)
 
@@ -221,6 +255,49 @@ class Mixture:
             self._learn(step)
             self._pending.update(by_step[step])
 
+    # -- changes of the data
+
+    def resume(self, event: EventId) -> None:
+        """The record has this event of a resume: the changes of the data before it count from now on."""
+        while self._changes and self._changes[0].event <= event:
+            self._change(self._changes.popleft())
+
+    def _change(self, change: InputIdentity) -> None:
+        pairs = zip(self._orders, self._next, strict=True)
+        passes = [order.draw(number - 1).epoch if number else max(order.begun, 0) for order, number in pairs]
+        each_once = not self.learns and all(source.weight is None for source in self.sources)
+        if each_once:  # the pass is the epoch, although a source may have drawn nothing in it
+            passes = [max(passes)] * len(passes)
+        rows_before = sum(order.rows for order in self._orders)
+        for index, newest in enumerate(passes):
+            self._move_rows(index, newest, change)
+        self._next, self._rests = [0] * len(passes), [{} for _ in passes]
+        self._stages = self._shares() if self._curriculum is None else self._stages
+        rows = sum(order.rows for order in self._orders)
+        again = [group for group in change.again if group in self._groups and self._groups.row[group] == GONE]
+        if each_once:
+            self.left, self._credit = [len(order.rest) for order in self._orders], [0] * len(passes)
+            self._left_draws = sum(self.left)
+            if self._epochs is not None:
+                draws = self._left_draws + max(0, self._epochs - 1 - passes[0]) * rows
+                again, self.total = again[:draws], change.drawn + max(0, draws - len(again))
+        elif self.total is not None:  # an epoch is a number of draws
+            self.total = change.drawn + round((self.total - change.drawn) * rows / rows_before)
+        for group in again:
+            self._choose_next(group, self._groups.step[group])
+
+    def _move_rows(self, source: int, newest: int, change: InputIdentity) -> None:
+        """Give the groups of a source the new numbers of their rows. `newest`: the present pass over it."""
+        groups, again, ids = self._groups, {*change.again}, change.ids(self.sources[source].name)
+        mine = [group for group, of in enumerate(groups.source) if of == source and groups.row[group] != GONE]
+        drawn = [group for group in mine if groups.pass_number[group] == newest]
+        finished = [groups.row[group] for group in drawn if group not in again]
+        places = matching_rows(self._ids[source], ids, finished, [groups.row[group] for group in drawn])
+        for group in mine:
+            groups.row[group] = places[groups.row[group]]
+        self._orders[source].change(len(ids), newest, [groups.row[group] for group in drawn])
+        self._ids[source] = ids
+
     # -- figures
 
     def figures(self) -> dict[str, dict[str, int]]:
@@ -231,11 +308,7 @@ class Mixture:
         }
 
 
-def shares(sources: Sequence[Source]) -> tuple[float, ...]:
-    """The weights without a curriculum. Numbers of rows are whole, so that each row comes once in each epoch."""
-    return tuple(len(source.data) if source.weight is None else source.weight for source in sources)
-
-
 def _seed_of(seed: int, name: str) -> int:
-    """The seed of a source's order, which does not depend on the other sources."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
+    """The seed of a source's order, which does not depend on the other sources. Only a source that is alone has no
+    name."""
+    return seed if not name else int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")

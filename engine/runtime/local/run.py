@@ -18,9 +18,10 @@ from engine.commands import FinishRun
 from engine.control.listening_address import check_addresses
 from engine.control.proxies import exempt_own_servers
 from engine.control.requests import MOST_REPLICAS
-from engine.errors import ConfigError, EngineError, RunFailed, describe_error
+from engine.errors import ConfigError, EngineError, RunFailed, counted, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
+from engine.input_identity import InputIdentity, as_ids, describe_changes, row_ids
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
 from engine.protocols import Generator, Restorable, Scorer, Trainer
@@ -38,6 +39,7 @@ from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.machine import entered
 from engine.storage.checkpoints import list_checkpoints
+from engine.storage.input_files import read_inputs, write_inputs
 from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
 from engine.workers.stage import Work
@@ -155,7 +157,19 @@ async def run_async(
         metrics_port=metrics_port,
         control_port=control_port,
     )
-    return await LocalRun(_as_recorded(plan, given.trainer) if plan.resume else plan, given.can_make).to_end()
+    return await _opened(plan, given, prompts, held_out).to_end()
+
+
+def _opened(
+    plan: Plan, given: "_Arguments", prompts: Sequence[Prompt | str] | Prompts, held_out: Sequence[Prompt | str]
+) -> "LocalRun":
+    """The run of a plan. Its directory keeps the ids of listed prompts, for a resume."""
+    lists = {"prompts": prompts if isinstance(prompts, Sequence) else (), "held_out": held_out}
+    rows = {name: row_ids([one.text, one.fields] for one in as_prompts(items)) for name, items in lists.items()}
+    run = LocalRun(_as_recorded(plan, given.trainer, rows) if plan.resume else plan, given.can_make)
+    if plan.run_dir is not None and not plan.resume:
+        write_inputs(plan.run_dir, 0, InputIdentity(rows=rows))
+    return run
 
 
 def run_plan(plan: Plan) -> RunResult:
@@ -199,7 +213,6 @@ class LocalRun:
     def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
         """`can_make`: whether another incarnation of a replica can be made."""
         exempt_own_servers()
-        prompts = plan.make_prompts()
         ports = [("metrics", plan.metrics_host, plan.metrics_port), ("control", plan.control_host, plan.control_port)]
         check_addresses((section, host, port) for section, host, port in ports if port is not None)
         if plan.run_dir is not None:
@@ -211,6 +224,7 @@ class LocalRun:
         with ExitStack() as opened:
             if self.history is not None:
                 opened.callback(self.history.lock.release)
+            prompts = plan.make_prompts()
             self._store = (
                 LocalTrajectories()
                 if directory is None
@@ -368,11 +382,11 @@ def _for_one_process(limits: Limits, replacements: int | None, durable: bool) ->
     return replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps)
 
 
-def _as_recorded(plan: Plan, trainer: Trainer) -> Plan:
-    """The plan with the recorded limits. Another `max_steps` becomes a setting.
+def _as_recorded(plan: Plan, trainer: Trainer, rows: Mapping[str, bytes]) -> Plan:
+    """The plan with the recorded limits. Another `max_steps` becomes a setting. `rows`: the ids of its prompts.
 
-    Raises: `ConfigError` if the recorded run has other limits or was started from a configuration, or if the trainer
-    cannot load its checkpoints.
+    Raises: `ConfigError` if the recorded run has other limits or prompts or was started from a configuration, or if the
+    trainer cannot load its checkpoints.
     """
     assert plan.run_dir is not None
     header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
@@ -387,6 +401,11 @@ def _as_recorded(plan: Plan, trainer: Trainer) -> Plan:
         changed = {decision: name for decision, name in names.items() if header.policies.get(decision) != name}
         law = f"are not the policies that the run in {plan.run_dir} began with"
         raise ConfigError("policies", changed, law, "resume it with the same policies")
+    kept = read_inputs(plan.run_dir)
+    for name, ids in rows.items() if kept else ():
+        if words := describe_changes(kept[0].ids(name), as_ids(ids)):
+            law = f"has changed since the run in {plan.run_dir} began: {words}"
+            raise ConfigError(name, counted(len(ids) // 8, "prompt"), law, "resume it with the same prompts")
     recorded = Limits.from_plain(dict(header.limits))
     if recorded.max_steps != plan.limits.max_steps:
         steps = plan.limits.max_steps
