@@ -29,7 +29,7 @@ from engine.config.prompts import (
 )
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
-from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, message_of, place_of, suggestion
+from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, place_of, suggestion
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part, remedy_of
@@ -66,7 +66,7 @@ def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Loc
     yield from _ending_lines(config, tokenizer, model)
     if renderer is not None:
         for name, found in surveys.items():
-            yield from _length_lines(config, model, renderer, found, name)
+            yield from _length_lines(config, model, tokenizer, found, name)
         for name, data in files.items():
             if not _is_held_out(name):
                 yield from _first_prompt_lines(config, tokenizer, renderer, data, name)
@@ -141,9 +141,9 @@ def _ending_lines(config: Config, tokenizer: Any, model: str) -> Iterator[str]:
         yield "note: data.chat is never: the model's chat template is not used"
 
 
-def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: Survey, name: str) -> Iterator[str]:
-    """Raises: `ConfigError` for prompts that are too long under `data.overlong: error`."""
-    limit = prompt_limit(config, model)
+def _length_lines(config: Config, model: str, tokenizer: Any, found: Survey, name: str) -> Iterator[str]:
+    """Raises: `ConfigError` for prompts that are too long under `data.overlong: error`, or cannot be cut."""
+    limit, renderer = prompt_limit(config, model), renderer_of(config, tokenizer)
     most = None if limit is None else limit.tokens
     if limit is not None and limit.context is not None:
         most = min(limit.tokens, limit.context - config.rollout.max_tokens)
@@ -157,7 +157,8 @@ def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: S
     about = "" if len(known) == len(counts) else f" ({len(known)} of them were counted, with the longest ones)"
     yield f"ok: prompts of {name} have {least} to {longest} tokens, median {middle}{about}{room}"
     if limit is not None:
-        note = fitting_prompts(found.data, counts, limit, config.data.overlong, name).note
+        cutter = renderer_of(config, tokenizer, limit.tokens)
+        note = fitting_prompts(found.data, counts, limit, config.data.overlong, name, cutter).note
         if note:
             yield f"note: {note}"
         room_left = config.rollout.max_tokens
@@ -177,15 +178,11 @@ def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: S
 def _first_prompt_lines(
     config: Config, tokenizer: Any, renderer: PromptRenderer, data: Dataset, name: str
 ) -> Iterator[str]:
-    """Raises: `ConfigError` if the prompt cannot be cut."""
     prompt = data.prompt(0)
     ids = whole = renderer.ids(prompt)
     limit = prompt_limit(config, config.model.path or "") if config.data.overlong == "truncate_left" else None
     if limit is not None:
-        try:
-            ids = renderer_of(config, tokenizer, limit.tokens).ids(prompt)
-        except DataFailure as error:
-            raise ConfigError(name, data.path, message_of(error), "shorten it, or use data.overlong: drop") from error
+        ids = renderer_of(config, tokenizer, limit.tokens).ids(prompt)
     cut = "" if len(ids) == len(whole) else f", cut from {len(whole)}"
     text = text_of_tokens(tokenizer, ids)
     if len(text) > SHOWN_CHARACTERS:

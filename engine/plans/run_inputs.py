@@ -107,7 +107,8 @@ def fit_prompts(config: Config, inputs: Inputs, progress: Progress | None, *, tr
     fittings = {}
     for name, data in files.items():
         counts = count_tokens(data, renderer_of(config, tokenizer), name, limit.tokens)
-        fittings[name] = fitting_prompts(data, counts, limit, config.data.overlong, name)
+        cutter = renderer_of(config, tokenizer, limit.tokens)
+        fittings[name] = fitting_prompts(data, counts, limit, config.data.overlong, name, cutter)
         if progress is not None and fittings[name].note:
             progress(1.0, fittings[name].note)
     held_out = fittings.get(HELD_OUT)

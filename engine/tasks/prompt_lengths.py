@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError, DataFailure
+from engine.errors import ConfigError, DataFailure, message_of
 from engine.tasks.chat import PromptRenderer
 from engine.tasks.dataset import Dataset
 
@@ -86,10 +86,15 @@ class FittingPrompts:
     """Says what happens to prompts over the limit; "" if there are none."""
 
 
+MOST_CUT = 100
+"""Maximum number of prompts that are cut before the run, to find one that cannot be cut."""
+
+
 def fitting_prompts(
-    data: Dataset, counts: NDArray[np.int64], limit: PromptLimit, overlong: str, field: str
+    data: Dataset, counts: NDArray[np.int64], limit: PromptLimit, overlong: str, field: str, cutter: PromptRenderer
 ) -> FittingPrompts:
-    """The prompts that a run uses under `data.overlong`. Raises: `ConfigError` for `error`, or if none is left."""
+    """The prompts that a run uses under `data.overlong`. `cutter` cuts them to the limit. Raises: `ConfigError` for
+    `error`, if none is left, or for one that cannot be cut."""
     over = np.flatnonzero(counts > limit.tokens)
     if not len(over):
         return FittingPrompts()
@@ -98,6 +103,13 @@ def fitting_prompts(
         law = f"row {over[0]} has {counts[over[0]]} tokens; {share}"
         raise ConfigError(field, data.path, law, "set data.overlong to drop or truncate_left, or raise the limit")
     if overlong == "truncate_left":
+        for row in over[:MOST_CUT].tolist():
+            try:
+                cutter.ids(data.prompt(row))
+            except DataFailure as error:
+                raise ConfigError(
+                    field, data.path, message_of(error), "shorten it, or use data.overlong: drop"
+                ) from error
         return FittingPrompts(note=f"data.overlong truncate_left: {share} and are cut")
     if len(over) == len(data):
         raise ConfigError("data.overlong", "drop", f"leaves no prompt: {share}", "raise the limit")

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from engine.cli import main
 from engine.config import Config
+from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.plans.configured_plan import plan_of
@@ -132,6 +133,12 @@ def test_cut_prompts_leave_room_for_the_response_and_are_shown(
     said = capsys.readouterr().out
     assert "the first prompt of data.path is these 60 tokens, cut from " in said and "a" * left in said
     assert "a" * (left + 1) not in said
+    for refuse in (
+        lambda config: plan_of(config, tmp_path / "run"),
+        lambda config: [*check_inputs(config, rehearse=True)],
+    ):
+        with pytest.raises(ConfigError, match=r"data.path .*row 0: it cannot be cut to 60 tokens: its system message"):
+            refuse(configured(model, tmp_path, [99, 5], [5], overlong="truncate_left", system_prompt="Add." * 20))
 
 
 def test_a_limit_of_prompts_alone(model: str, tmp_path: Path) -> None:
