@@ -29,7 +29,7 @@ from engine.config.prompts import (
 )
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
-from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, place_of, suggestion
+from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, message_of, place_of, suggestion
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part, remedy_of
