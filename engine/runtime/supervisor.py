@@ -31,7 +31,7 @@ LAUNCHED = (TRAINER, SCORER, ADDED_STATES, REPLICA)
 class Life:
     """One incarnation of a process."""
 
-    __slots__ = ("incarnation", "index", "key", "kind", "opening", "process", "up", "watched")
+    __slots__ = ("failure", "incarnation", "index", "key", "kind", "opening", "process", "up", "watched")
 
     def __init__(self, key: Key, incarnation: Incarnation, process: ProcessHandle) -> None:
         self.key = key
@@ -41,6 +41,8 @@ class Life:
         self.opening: asyncio.Future[None] | None = None
         """The result of `bring_up`, if `Supervisor.open` called it."""
         self.up = False
+        self.failure: BaseException | None = None
+        """What `bring_up` raised."""
         self.watched = False
         """Whether `start` or the supervisor's watch handles it already."""
 
@@ -52,7 +54,8 @@ class Life:
 
     def _opened(self, opening: "asyncio.Future[None]") -> None:
         """Also retrieves the exception; otherwise asyncio warns."""
-        self.up = not opening.cancelled() and opening.exception() is None
+        self.failure = None if opening.cancelled() else opening.exception()
+        self.up = not opening.cancelled() and self.failure is None
 
 
 class Supervisor:
@@ -93,9 +96,9 @@ class Supervisor:
         """Start every process and wait until each is up, except replicas without room in the cluster. The trainer
         begins from `restore`. The time limit of a start begins anew with each process that comes up.
 
-        Raises the first failure, as `ProcessHandle.bring_up` does. Once enough replicas are up, `start` reports the
-        failures of the others. This wait only shows a user a broken plan before the run begins; no decision of the run
-        depends on it.
+        Raises the first failure; it names the process, unless it is of a class that says more. Once enough replicas are
+        up, `start` reports the failures of the others. This wait only shows a user a broken plan before the run begins;
+        no decision of the run depends on it.
         """
         launch = asyncio.ensure_future(self._launch(restore))
         limit_s = self._limit_of_start(restore)
@@ -110,6 +113,11 @@ class Supervisor:
                     limit = f"the time limit of {limit_s:g} s to start (timeouts.start_s)"
                     raise RunFailed(f"{name_of(*first.key)} exceeded {limit}, before the run has begun")
             await launch
+        except Exception as error:
+            failed = next((life for life in self._lives.values() if life.failure is error), None)
+            if failed is None or (isinstance(error, EngineError) and type(error) not in (EngineError, RunFailed)):
+                raise
+            raise RunFailed(f"{name_of(*failed.key)} could not be started: {reason_of(error)}") from error
         finally:
             launch.cancel()
 

@@ -216,6 +216,21 @@ def test_a_factory_that_hangs_at_the_launch_ends_the_run_with_its_limit(hangs: s
         run(limits, **{hangs: hang})
 
 
+@pytest.mark.parametrize("factory", ["generators", "make_scorer"])
+def test_a_factory_that_raises_at_the_launch_is_named(factory: str) -> None:
+    def wrong(which: Any) -> Any:
+        raise ValueError("no service")
+
+    name, limits = "replica 0", limited("start_s")
+    if factory == "make_scorer":
+        name, limits["scoring_tasks"] = "scorer 0", ("ref_logprobs",)
+        limits["pools"] = (
+            Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",))
+        )  # fmt: skip
+    with pytest.raises(RunFailed, match=rf"^{name} could not be started: ValueError: no service \(test_local_hangs.py"):
+        run(limits, **{factory: wrong})
+
+
 def test_a_prompt_that_is_never_returned_stops_the_run_with_its_limit(freed: threading.Event) -> None:
     class Source:
         def draw(self, first: int, count: int) -> tuple[int, bool]:

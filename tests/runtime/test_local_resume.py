@@ -21,7 +21,7 @@ import engine.runtime.local
 from engine.cli import main
 from engine.cli.top import ask
 from engine.control.address_file import place_of
-from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFailed, RunFinished
 from engine.events import DrainRequested, ProcessLost, ReplicasWanted, RunResumed, SettingChanged, StepTrained
 from engine.metrics.address_files import address_of
 from engine.protocols import Batch, GroupWork
@@ -235,7 +235,7 @@ def test_a_launch_that_fails_closes_what_was_loaded_and_says_why(tmp_path: Path)
         async def close(self) -> None:
             closed.append(self.replica)
 
-    with pytest.raises(ValueError, match="no memory"):
+    with pytest.raises(RunFailed, match="replica 1 could not be started: ValueError: no memory"):
         engine.runtime.local.run(**options(tmp_path, Saving(), generators=Closing, replicas=3))
     assert sorted(closed) == made
     engine.runtime.local.run(**options(tmp_path, Saving()))

@@ -345,7 +345,7 @@ def test_a_factory_that_raises_at_the_beginning_fails_the_run_with_its_error() -
             raise ValueError("no weights at this place")
         return Steady()
 
-    with pytest.raises(ValueError, match="no weights at this place"):
+    with pytest.raises(RunFailed, match="replica 1 could not be started: ValueError: no weights at this place"):
         run(generators=make, replicas=2)
 
 
