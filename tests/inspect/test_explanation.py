@@ -30,7 +30,7 @@ from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Setting, World
 from engine.states.limits import REWARDING, AddedState, Limits
 from tests.inspect.recorded_worlds import LIMITS, faulty_record
-from tests.oracle import clock_removal, worlds
+from tests.oracle import worlds
 from tests.oracle.worlds import RunReport
 
 QUICK: dict[str, Any] = {"replicas": 1, "slots": 8, "prompts": 40, "latency_s": 0.0, "sync_s": 0.25, "train_s": 4.0}
@@ -213,8 +213,8 @@ def check_sums(history: History) -> None:
 
 @pytest.mark.parametrize(
     ("family", "number"),
-    [(worlds.preset, 5), (worlds.rough, 8), (worlds.rough, 51), (worlds.asked, 9), (clock_removal.cut, 6),
-     (clock_removal.wild, 3)],
+    [(worlds.preset, 5), (worlds.rough, 8), (worlds.rough, 51), (worlds.asked, 9), (worlds.cut, 6),
+     (worlds.wild, 3)],
 )  # fmt: skip
 def test_shares_add_up_whatever_happens_in_a_run(family: Any, number: int) -> None:
     check_sums(read_history(record_of(family, number)))

@@ -28,7 +28,7 @@ from engine.states.machine import Phase
 from engine.states.state import State
 from tests.core.added_states import GATING, PROVING
 from tests.inspect.recorded_worlds import LIMITS, faulty_record, recorded
-from tests.oracle import clock_removal, worlds
+from tests.oracle import worlds
 from tests.oracle.worlds import RunReport
 
 WORLDS = [
@@ -36,8 +36,8 @@ WORLDS = [
     *((worlds.preset, number) for number in (2, 11)),
     *((worlds.rough, number) for number in (0, 3, 21)),
     *((worlds.asked, number) for number in (2, 5)),
-    *((clock_removal.cut, number) for number in (12, 17, 34)),
-    *((clock_removal.wild, number) for number in (2, 4, 6, 7)),
+    *((worlds.cut, number) for number in (12, 17, 34)),
+    *((worlds.wild, number) for number in (2, 4, 6, 7)),
 ]
 """Runs with every fault, request, crash and branch."""
 
