@@ -36,10 +36,10 @@ def parsed_arguments(arguments: Any) -> Any:
     """Arguments of a tool call, parsed if they are JSON in a string; `{}` for null and an empty text; otherwise
     unchanged."""
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or None
+        parsed = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
     except (ValueError, RecursionError):
         return arguments
-    return {} if parsed is None else parsed
+    return {} if parsed is None or (isinstance(parsed, str) and not parsed.strip()) else parsed
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ray_plans import SMALLEST, check_record
 
-from engine.actors.launch import NICENESS
+from engine.actors.private_cluster import NICENESS
 from engine.events import RunResumed, StepTrained
 from engine.record import read
 
