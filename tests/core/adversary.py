@@ -264,10 +264,12 @@ class Adversary(CoreRig):
             self._post(-1 if kind == TRAINER else -2 - index)(up)
 
     def fail_start(self, process: tuple[str, int], final: bool = False) -> None:
-        """A life ends before it is up."""
+        """A life ends before it is up, with what it was ordered."""
         lost = ProcessLost(
             kind=process[0], index=process[1], incarnation=self.starting.pop(process), reason="unborn", final=final
         )
+        if process[0] != REPLICA:
+            self._end(*process)
         self._post(3000)(lost)
 
     def kill(self, id: int, final: bool = False) -> None:
