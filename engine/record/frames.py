@@ -23,7 +23,6 @@ from engine.commands import Command
 from engine.events import Event
 from engine.ids import EventId
 from engine.record.codec import (
-    MAX_PAYLOAD_BYTES,
     AnyCommand,
     AnyEvent,
     CodecError,
@@ -48,12 +47,11 @@ MAX_REASON_BYTES = 1 << 20
 """A longer reason of a rejected tick is cut."""
 SCHEDULE = Contents(
     name="schedule record",
-    magic=b"step-sch",
+    magic=b"step-log",
     version=FORMAT_VERSION,
-    starts=(TICK_START, REJECTED_START, SNAPSHOT_START),
-    max_payload_bytes=MAX_PAYLOAD_BYTES,
     max_segment_bytes=1 << 28,
-    development_magics=(b"step-seg", b"step-rec"),  # with hashes of the state, and before format 1
+    # with lengths without a checksum, with hashes of the state, and before format 1
+    development_magics=(b"step-sch", b"step-seg", b"step-rec"),
 )
 
 

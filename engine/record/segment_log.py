@@ -1,20 +1,21 @@
 """A log in a directory: append-only segments of length-prefixed, checksummed frames, and the index that lists them.
 
     00000000.seg   magic (8) | format version u32 | segment number u32 | epoch u32 | CRC-32 of these u32
-                   then frames: payload length u32 | CRC-32 of the payload u32 | payload; little-endian
+                   then frames: payload length u32 | CRC-32 of the payload u32 | CRC-32 of these u32 | payload;
+                   all little-endian
     index.json     the number of the first segment; for each segment its bytes and CRC-32, or null while it is open
 
 The schedule's record and the durable trajectory store are such logs. They say what a payload contains and which
-segments may be deleted. A log does not interpret payloads, never reads more than `Contents.max_payload_bytes` for a
-frame, and never mistakes damage in the middle for its end.
+segments may be deleted. A log does not interpret payloads, and never mistakes damage in the middle for its end.
 
 Each process that writes a log begins a new segment. The number of that segment is its *epoch*, which is written into
 all its segments. An epoch is unique, because a segment is created only if none has its number.
 
-A crash tears at most the end of the last segment: the file is cut short, its last frame is incomplete, or bytes that
-were never written are zeros. So an unreadable frame is a torn tail only in the last segment, only while the index lists
-the segment as open, and only if no whole frame follows. A frame that is complete but has another checksum is damaged,
-not torn. Everything else raises `RecordError` with file and offset.
+A crash tears at most the end of the last segment: the file is cut short, or ends with zeros that were never replaced.
+So an unreadable frame is a torn tail only in the last segment, only while the index lists the segment as open, and only
+if its last byte is missing or zero and nothing but zeros follows. The length of a frame has a checksum of its own, so
+damage cannot make a frame in the middle claim the rest of the file. Everything else raises `RecordError` with file and
+offset.
 """
 
 import json
@@ -121,15 +122,8 @@ _PREAMBLE = struct.Struct("<8sIII")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<II")
 PREAMBLE_BYTES = _PREAMBLE.size + _CRC.size
-FRAME_BYTES = _FRAME.size
+FRAME_BYTES = _FRAME.size + _CRC.size
 SUFFIX = ".seg"
-SECTOR_BYTES = 512
-"""A disk writes at least this much atomically."""
-MAX_CANDIDATES = 1 << 18
-"""Maximum number of places after damage where a frame may begin. One that claims more bytes than are left costs almost
-nothing."""
-MAX_CHECKED_BYTES = 1 << 33
-"""Maximum number of bytes to checksum after damage. The tail that a crash leaves needs fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +135,6 @@ class Contents:
     magic: bytes
     version: int
     """The newest format version that this engine reads, and the one that it writes."""
-    starts: tuple[bytes, ...]
-    """The first bytes of payloads, to find a whole frame after a damaged one."""
-    max_payload_bytes: int
     max_segment_bytes: int
     """A writer closes segments much earlier."""
     development_magics: tuple[bytes, ...] = ()
@@ -176,13 +167,25 @@ class Payload(NamedTuple):
 
 def frame(payload: bytes) -> bytes:
     """The bytes of a payload in a segment."""
-    return _FRAME.pack(len(payload), crc32(payload)) + payload
+    return frame_head(payload) + payload
+
+
+def frame_head(payload: bytes) -> bytes:
+    return _checked(_FRAME.pack(len(payload), crc32(payload)))
 
 
 def preamble(contents: Contents, number: int, epoch: int) -> bytes:
     """The first bytes of a segment."""
-    head = _PREAMBLE.pack(contents.magic, contents.version, number, epoch)
+    return _checked(_PREAMBLE.pack(contents.magic, contents.version, number, epoch))
+
+
+def _checked(head: bytes) -> bytes:
     return head + _CRC.pack(crc32(head))
+
+
+def _is_checked(head: bytes) -> bool:
+    """Whether the last bytes are the checksum of the others."""
+    return head == _checked(head[: -_CRC.size])
 
 
 def segment_name(number: int) -> str:
@@ -268,23 +271,17 @@ class SegmentLog:
         file.seek(0)
         if not self._has_preamble(segment, file, size):
             return
-        read, path, most = file.read, segment.path, self.contents.max_payload_bytes
+        read, path = file.read, segment.path
         file.seek(offset)
         while offset < size:
             head = read(FRAME_BYTES)
-            if len(head) < FRAME_BYTES:
-                return self._end(segment, file, offset, "the file ends within a frame")
-            length, checksum = _FRAME.unpack(head)
-            behind = offset + FRAME_BYTES + length
-            if length > most:
-                raise RecordDamaged(path, offset, f"a frame claims {length} bytes, but at most {most} are allowed")
-            if not length:
-                return self._end(segment, file, offset, "an empty frame", ends=offset)
-            if behind > size:
-                return self._end(segment, file, offset, f"a frame claims {length} bytes, but the file has fewer left")
-            data = read(length)
-            if crc32(data) != checksum:
-                return self._end(segment, file, offset, "the frame's checksum does not match", ends=behind)
+            behind = offset + FRAME_BYTES
+            if len(head) < FRAME_BYTES or not _is_checked(head):
+                return self._end(segment, file, offset, behind)
+            length, checksum = _FRAME.unpack_from(head)
+            behind += length
+            if behind > size or crc32(data := read(length)) != checksum:
+                return self._end(segment, file, offset, behind)
             yield Payload(data, path, offset)
             offset = behind
         if segment.seal is not None and offset != segment.seal.bytes:
@@ -311,7 +308,7 @@ class SegmentLog:
             )  # fmt: skip
         if magic != contents.magic:
             raise RecordError(path, 0, f"not a segment of a {contents.name}")
-        if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):
+        if not _is_checked(head):
             raise RecordDamaged(path, 0, "the segment's first bytes are damaged")
         if not 1 <= version <= contents.version:
             law = f"the format version is {version}, but at most {contents.version} is known; use a newer engine"
@@ -324,47 +321,20 @@ class SegmentLog:
             raise RecordError(path, len(magic) + 8, law)
         return True
 
-    def _end(self, segment: SegmentFile, file: BinaryIO, offset: int, problem: str, ends: int | None = None) -> None:
-        """Note an unreadable frame as the torn end of the log, or raise `RecordError` if it cannot be that.
-
-        It is torn if only zeros follow byte `ends` (the file's end by default), no whole frame follows its first byte,
-        and some of its own bytes are missing.
-        """
-        last = segment is self.segments[-1]
-        if not last or segment.seal is not None:
-            law = f"{problem}, and {'the segment was closed' if last else 'segments follow'}"
-            raise RecordDamaged(segment.path, offset, law)
+    def _end(self, segment: SegmentFile, file: BinaryIO, offset: int, behind: int) -> None:
+        """Note an unreadable frame as the torn end of the log, or raise `RecordError` if it cannot be that. `behind`:
+        where the frame ends, as far as it can be read."""
         file.seek(offset)
         rest = file.read()
-        if ends is not None and rest[ends - offset :].strip(b"\0"):
-            raise RecordDamaged(segment.path, offset, problem)
-        if ends is None:
-            complete = len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]
-        else:
-            complete = ends > offset and not _lacks_bytes(rest[: ends - offset], offset)
-        if complete:
-            raise RecordDamaged(segment.path, offset, f"{problem}, although it is complete")
-        if self._holds_whole_frame(rest):
-            raise RecordDamaged(segment.path, offset, f"{problem}, and whole frames follow")
-        self.torn = Torn(segment.path, offset, len(rest))
-
-    def _holds_whole_frame(self, rest: bytes) -> bool:
-        """Whether a whole frame begins after the first byte of `rest`. Also true after too many candidates."""
-        candidates = checked = 0
-        view = memoryview(rest)
-        for start in self.contents.starts:
-            at = rest.find(start, FRAME_BYTES + 1)
-            while at >= 0:
-                length, checksum = _FRAME.unpack_from(rest, at - FRAME_BYTES)
-                candidates += 1
-                if 0 < length <= len(rest) - at:
-                    checked += length
-                    if checked > MAX_CHECKED_BYTES or crc32(view[at : at + length]) == checksum:
-                        return True
-                if candidates > MAX_CANDIDATES:
-                    return True
-                at = rest.find(start, at + 1)
-        return False
+        whole = behind <= offset + len(rest)
+        problem = "the frame's checksum does not match" if whole else "the file ends within a frame"
+        last = segment is self.segments[-1]
+        if not last or segment.seal is not None:
+            problem = f"{problem}, and {'the segment was closed' if last else 'segments follow'}"
+        elif len(rest.rstrip(b"\0")) < behind - offset:
+            self.torn = Torn(segment.path, offset, len(rest))
+            return
+        raise RecordDamaged(segment.path, offset, problem)
 
 
 def open_log(directory: Path, contents: Contents, *, missing_end: bool = False) -> SegmentLog:
@@ -398,17 +368,10 @@ def _opener(path: Path) -> Callable[[], BinaryIO]:
 def read_payload(handle: int, path: Path, offset: int, bytes: int) -> Payload:
     """Read one frame at a known place. Raises: `OSError`, `RecordError` if it is damaged."""
     data = os.pread(handle, bytes, offset)
-    length, checksum = _FRAME.unpack_from(data) if len(data) == bytes else (0, 0)
-    if FRAME_BYTES + length != bytes or crc32(memoryview(data)[FRAME_BYTES:]) != checksum:
+    payload = data[FRAME_BYTES:]
+    if data[:FRAME_BYTES] != frame_head(payload):
         raise RecordDamaged(str(path), offset, "the frame is damaged: its checksum does not match")
-    return Payload(data[FRAME_BYTES:], str(path), offset)
-
-
-def _lacks_bytes(data: bytes, offset: int) -> bool:
-    """Whether some of the bytes from `offset` of a file may not have reached the disk: they end in zeros or contain a
-    sector of zeros."""
-    aligned = range(-offset % SECTOR_BYTES, len(data) - SECTOR_BYTES + 1, SECTOR_BYTES)
-    return data.endswith(b"\0") or any(not data[at : at + SECTOR_BYTES].strip(b"\0") for at in aligned)
+    return Payload(payload, str(path), offset)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,6 @@ from engine.record.segment_log import (
     segment_name,
 )
 from engine.storage.checkpoints import put_aside
-from engine.storage.group_codec import MAX_GROUP_BYTES
 from engine.storage.trajectories import StoreStats, require_kept, require_scored
 
 # -- the entries -------------------------------------------------------------------------------------------------------
@@ -54,8 +53,6 @@ TRAJECTORIES = Contents(
     name="trajectory store",
     magic=b"step-trj",
     version=1,
-    starts=(b"\x94\x01", b"\x94\x02", b"\x94\x03", b"\x94\x04"),
-    max_payload_bytes=MAX_GROUP_BYTES + 4096,
     max_segment_bytes=1 << 31,
 )
 
