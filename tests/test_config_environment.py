@@ -115,7 +115,7 @@ CALLING = """\
         ("true", {}, "of a scripted model, and the model reads its second turn"),
         ("true", {"class_name": NAME}, "of a scripted model, and ends the episode"),
         ("false", {}, "the chat template leaves out the text of message 3 (tool)"),
-        ("true", {"arguments": {"fault_of_step": "no such state"}}, "step raised ValueError: no such state"),
+        ("true", {"arguments": {"fault_of_step": "no such state"}}, "note: environment.class_name"),
     ],
 )
 def test_check_plays_a_turn_and_reads_the_second_one(
@@ -132,7 +132,8 @@ def test_check_plays_a_turn_and_reads_the_second_one(
     file.write_text(config.dump_yaml(), encoding="utf-8")
     code = cli.main(["check", str(file)])
     said = capsys.readouterr()
-    assert outcome in said.out + said.err and (code == 0) == ("scripted model, and" in outcome)
+    assert outcome in said.out + said.err and (code == 0) == ("leaves out" not in outcome)
+    assert ("step raised ValueError: no such state" in said.out) == ("arguments" in environment)
     assert '<tool_call>{"name": "add", "arguments": {"a": "test", "b": "test"}}</tool_call>' in said.out + said.err
 
 

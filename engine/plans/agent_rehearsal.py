@@ -25,6 +25,7 @@ from engine.plans.rollouts import check_agent, make_gateway, make_generator
 from engine.protocols import GroupWork
 from engine.protocols.user_values import ResultFailure
 from engine.rollout.agents.agent_generator import AgentGenerator, GroupOutcome, OpenGroup
+from engine.rollout.agents.environment_program import MethodFailure
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
 from engine.rollout.generator import TRAINING, Way
 from engine.rollout.scoring import Grader
@@ -162,7 +163,7 @@ class Link:
 
 def _rehearse_environment(config: Config, path: str, prompt: Prompt) -> Iterator[str]:
     """Play two turns of an episode: the model calls the first tool, if its template writes a call that the parser
-    reads. Raises: `ConfigError` if the second one cannot be reached."""
+    reads. Raises: `ConfigError` for what no run could take; a method that raises may do so for this answer only."""
     name, tokenizer, settings = config.environment.class_name, load_tokenizer(path), settings_of(config)
     stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
     end = turn_end(tokenizer, config.data.chat_template_kwargs)
@@ -175,6 +176,9 @@ def _rehearse_environment(config: Config, path: str, prompt: Prompt) -> Iterator
     section = config.environment.model_copy(update={"max_turns": min(2, config.environment.max_turns)})
     try:
         asyncio.run(_generate(config.model_copy(update={"environment": section}), model, tokenizer, stops, prompt))
+    except MethodFailure as error:
+        yield f"note: environment.class_name {name}, given {first!r} of a scripted model: {message_of(error)}"
+        return
     except DataFailure as error:
         law = f"fails after {first!r} of a scripted model: {message_of(error)}"
         raise ConfigError("environment.class_name", name, law, "correct it, or use another chat template") from error

@@ -51,6 +51,10 @@ class EpisodeSettings:
     system_prompt: str | None = None
 
 
+class MethodFailure(ProgramFailure):
+    """A method of an environment raised, or took too long."""
+
+
 class Episode:
     """One episode, from `reset` to `close`."""
 
@@ -196,13 +200,14 @@ class Episode:
             return await self._calls.call(function, *args)
         except CallTimeout as error:
             limit = self._settings.call_timeout_s
-            raise self._failure(f"{method} took longer than environment.call_timeout_s = {limit:g} s") from error
+            story = f"{method} took longer than environment.call_timeout_s = {limit:g} s"
+            raise self._failure(story, MethodFailure) from error
         except Exception as error:
-            raise self._failure(f"{method} raised {describe_error(error)}") from error
+            raise self._failure(f"{method} raised {describe_error(error)}", MethodFailure) from error
 
-    def _failure(self, story: str) -> ProgramFailure:
+    def _failure(self, story: str, kind: type[ProgramFailure] = ProgramFailure) -> ProgramFailure:
         row = self._prompt.row
-        return ProgramFailure(f"environment {self._settings.name} failed on prompt row {row}: {story}", row=row)
+        return kind(f"environment {self._settings.name} failed on prompt row {row}: {story}", row=row)
 
 
 class EnvironmentGenerator(ProgramGenerator):
