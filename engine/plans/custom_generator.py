@@ -1,7 +1,7 @@
 """Makes the generator of `rollout.backend: module:Class` for a replica, with the rewards of the configuration.
 
 `rollouts` calls it in the process of a replica. The class samples; a group that it returns without rewards is scored
-here, as those of the built-in generator are. Must never change a group that has a fault: the worker names the fault.
+here, as those of the built-in generator are. A group that has a fault is never scored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from engine.config.custom_classes import generator_class
 from engine.config.pools import rewarding
 from engine.config.prompts import model_config, renderer_of, stop_ids_of, text_ends_of
 from engine.config.validation import SetSettings, validation_sets
-from engine.errors import DataFailure, EngineError
+from engine.errors import EngineError
 from engine.ids import GroupId, ReplicaId, Version
 from engine.plans.run_inputs import Inputs, reward_of
 from engine.plans.validation_sets import answers_of_sets, judge_of, own_reward
@@ -33,6 +33,9 @@ from engine.rollout.scoring import Grader, first_failure
 from engine.runtime.plan import Rollout
 from engine.trajectory import TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
+
+ANY_VERSION = Versions(admitted=0, oldest=0, newest=1 << 62)
+"""Only the worker knows which versions a group may have, and checks them."""
 
 
 def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
@@ -81,9 +84,10 @@ class CustomGenerator:
         self._vocabulary = vocabulary
 
     async def generate(self, work: GroupWork) -> Generated:
-        """Raises: what the class and the reward raise."""
+        """Raises: what the class and the reward raise, and as `check_generated` for what cannot be scored."""
         generated = await self._generator.generate(work)
-        if _is_sound(work, generated) and not generated.aborted:
+        check_generated(work, generated, ANY_VERSION, rewarded=False)
+        if not generated.aborted:
             self._require_trainable(generated.group)
             work.finished(work.samples)  # the replica gets its next group while this one is scored
             await self._graders[work.validation_set].score(generated.group, work.progress)
@@ -149,12 +153,3 @@ class CustomGenerator:
 
     def _measured(self) -> list[MeasuresCalls]:
         return [self._generator] if isinstance(self._generator, MeasuresCalls) else []
-
-
-def _is_sound(work: GroupWork, generated: Any) -> bool:
-    """Whether a group can be scored. The worker checks it again, with the versions that it may have."""
-    try:
-        check_generated(work, generated, Versions(admitted=0, oldest=0, newest=1 << 62), rewarded=False)
-    except (EngineError, DataFailure):
-        return False
-    return True
