@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,10 +308,10 @@ def _check(arguments: argparse.Namespace) -> int:
     config, lines = running.read_config(arguments)
     running.check_servers(config)
     shorten_temporary_paths()
-    for line in (*lines, *off_the_main_thread(_proof(config))):
+    for line in lines:
         print(visible(line))
-    shown = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)
-    for line in shown:
+    found = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)
+    for line in off_the_main_thread(chain(_proof(config), found)):
         print(visible(line), flush=True)
     if config.model.checkpoint_path is not None:
         check_first_checkpoint(Path(config.model.checkpoint_path))

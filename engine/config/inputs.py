@@ -20,7 +20,6 @@ from engine.config.trainer import adapter_line, adapter_numbers, refuse_adapter_
 from engine.errors import ConfigError, counted
 from engine.extras import missing_package
 from engine.protocols.named_code import NO_LOCAL, Local
-from engine.protocols.user_code import off_the_main_thread
 from engine.tasks.answers import answer_of
 from engine.tasks.quickstart import MadeModel
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
@@ -56,22 +55,11 @@ def check_inputs(
     local: Local = NO_LOCAL,
 ) -> Iterator[str]:
     """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward; `rehearse_agent`,
-    `rehearse_backends`: those of a run of the user's code. It is called on another thread, as in a run. `local`:
-    functions and classes that cannot be imported, by field.
+    `rehearse_backends`: those of a run of the user's code. `local`: functions and classes that cannot be imported, by
+    field.
 
     Raises: ConfigError for a file that is missing or cannot be used.
     """
-    lines = _input_lines(config, rehearse, rehearse_agent, rehearse_backends, local)
-    return off_the_main_thread(lines) if rehearse else lines
-
-
-def _input_lines(
-    config: Config,
-    rehearse: bool,
-    rehearse_agent: Rehearse | None,
-    rehearse_backends: RehearseBackends | None,
-    local: Local,
-) -> Iterator[str]:
     directory = known_directory(config)
     yield from _model_lines(config, directory)
     yield from _check_stop(config, directory)
