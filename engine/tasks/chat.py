@@ -96,7 +96,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _is_call(call: Any) -> bool:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = call.get("function") or call if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
