@@ -5,8 +5,7 @@ the order of its columns or the format of its file. numpy is imported late: `eng
 """
 
 import json
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,11 +58,17 @@ def as_ids(data: bytes) -> "RowIds":
 def _plain(row: Any) -> bytes:
     try:
         return msgpack.encode(row, order="sorted")
-    except (TypeError, ValueError, OverflowError):  # such as integers of more than 64 bits
-        return json.dumps(row, sort_keys=True, default=repr).encode()
+    except (TypeError, ValueError, OverflowError):  # such as integers of more than 64 bits, or what only a list has
+        return json.dumps(_sorted(row), default=lambda value: type(value).__name__).encode()
 
 
-def matching_rows(before: "RowIds", after: "RowIds", *first: Sequence[int]) -> list[int]:
+def _sorted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _sorted(value[name]) for name in sorted(value, key=str)}
+    return [_sorted(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def matching_rows(before: "RowIds", after: "RowIds", *first: Sequence[int]) -> "NDArray[np.int64]":
     """For each row of `before`, the number of an equal row in `after`, or -1. Of equal rows, those of the first of
     `first` are matched first, then those of the next, then others."""
     import numpy as np
@@ -77,8 +82,7 @@ def matching_rows(before: "RowIds", after: "RowIds", *first: Sequence[int]) -> l
     fits = places < np.searchsorted(known, wanted, side="right")
     found = np.full(len(before), -1, dtype=np.int64)
     found[order[fits]] = there[places[fits]]
-    numbers: list[int] = found.tolist()
-    return numbers
+    return found
 
 
 def _equal_rows(before: "RowIds", after: "RowIds") -> int:
@@ -90,30 +94,18 @@ def _equal_rows(before: "RowIds", after: "RowIds") -> int:
 
 def describe_changes(before: "RowIds", after: "RowIds") -> str:
     """What happened to the rows of a file, in words; empty: nothing."""
+    import numpy as np
+
     head = _equal_rows(before, after)
     if head == len(before) == len(after):
         return ""
     tail = _equal_rows(before[head:][::-1], after[head:][::-1])
-    middle = matching_rows(before[head : len(before) - tail], after[head : len(after) - tail])
-    places = [*range(head), *(place + head if place >= 0 else place for place in middle)]
-    places += range(len(after) - tail, len(after))
-    kept = [place for place in places if place >= 0]
-    free = {*range(len(after))}.difference(kept)
-    removed, edited, ends = list[int](), list[int](), list[int]()
-    for row, place in enumerate(places):
-        beside = places[row - 1] + 1 if row else 0
-        if place < 0 and beside in free and (beside or not row):  # a new row stands where this one was
-            free.remove(beside)
-            places[row] = beside
-            edited.append(row)
-        elif place < 0:
-            removed.append(row)
-    for place in kept:  # `ends`: the last rows of the longest series of each length that kept its order
-        at = bisect_left(ends, place)
-        ends[at : at + 1] = [place]
-    changed = {"removed": removed, "edited": edited, "added": sorted(free)}
-    words = [f"{shown_rows(rows)} {word}" for word, rows in changed.items() if rows]
-    words += [f"{counted(len(kept) - len(ends), 'row')} moved"] if len(kept) > len(ends) else []
+    new = after[head : len(after) - tail]
+    places = matching_rows(before[head : len(before) - tail], new)
+    kept = places[places >= 0]
+    changed = {"gone": np.flatnonzero(places < 0), "new": np.setdiff1d(np.arange(len(new)), kept)}
+    words = [f"{shown_rows((head + rows).tolist())} {word}" for word, rows in changed.items() if len(rows)]
+    words += ["in another order"] if (np.diff(kept) < 0).any() else []
     return f"{counted(len(before), 'row')} before, {len(after)} now: {', '.join(words)}"
 
 

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from engine.config import Config
@@ -118,8 +119,7 @@ def _losses(
     by_content = mixture_of(config, loaded, [*inputs[:-1], structs.replace(inputs[-1], drawn=drawn)])
     by_number = mixture_of(config, loaded, [])
     rest = range(drawn, drawn + sum(by_content.left))  # empty if choices depend on the run
-    right, wrong = ({(p.source, p.row) for p in map(one.prompt, rest)} for one in (by_content, by_number))
-    for one in loaded if rest else ():
-        both = (wrong - right, right - wrong)
-        repeated, lost = (shown_rows(sorted(row for name, row in rows if name == one.files.name)) for rows in both)
+    rows = zip(loaded, by_content.rows_of(rest), by_number.rows_of(rest), strict=True)
+    for one, right, wrong in rows if rest else ():
+        repeated, lost = (shown_rows(np.setdiff1d(*both).tolist()) for both in ((wrong, right), (right, wrong)))
         yield f"by number, this epoch would repeat {repeated} of {one.files.field} and leave out {lost}"

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from engine.errors import DataFailure
 from engine.ids import EventId, GroupId, StepId
@@ -28,6 +29,10 @@ from engine.input_identity import InputIdentity, matching_rows
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate
 from engine.trajectory import Prompt
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 UNKNOWN = float("nan")
 UNCHOSEN = -1
@@ -190,6 +195,15 @@ class Mixture:
             raise DataFailure(f"the row of group {group} was removed from the data", group=group)
         source = self.sources[self._groups.source[group]]
         return replace(source.data.prompt(self._groups.row[group]), source=source.name)
+
+    def rows_of(self, groups: range) -> "list[NDArray[np.int64]]":
+        """For each source, the rows of these groups. Only for choices that do not depend on outcomes."""
+        import numpy as np
+
+        self._choose_until(groups.stop)
+        chosen = slice(groups.start, groups.stop)
+        sources, rows = np.array(self._groups.source[chosen]), np.array(self._groups.row[chosen])
+        return [rows[sources == index] for index in range(len(self.sources))]
 
     # -- outcomes
 

@@ -19,7 +19,7 @@ from embedded_run import PROMPTS, Quick, Saving, options
 import engine.runtime.local
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.errors import ConfigError, RunDamaged
+from engine.errors import ConfigError, RunDamaged, RunFailed
 from engine.plans.input_changes import settle_inputs
 from engine.plans.run_inputs import Inputs, make_prompts
 from engine.protocols import Batch
@@ -152,8 +152,8 @@ def test_a_resume_refuses_changed_data_or_continues_by_the_content_of_its_rows(
         scene.run(copy, accept=False)
     field = "data.path" if sources == "a" else "data.sources.a"
     words = (
-        rf"{field} '.*/a\.jsonl' has changed since the run read it: 10 rows before, 9 now: 2 rows \(0, 1\) removed, "
-        r"1 row \(6\) edited, 1 row \(5\) added, 3 rows moved;.* by number, this epoch would repeat "
+        rf"{field} '.*/a\.jsonl' has changed since the run read it: 10 rows before, 9 now: 3 rows \(0, 1, 6\) gone, "
+        r"2 rows \(1, 5\) new, in another order;.* by number, this epoch would repeat "
         rf"\d rows?.* of {field} and leave out \d rows?.*; restore the data, or .* --accept-data-change`"
     )
     assert re.fullmatch(words, str(refused.value)) and not scene.notes
@@ -183,7 +183,7 @@ def test_a_source_that_learns_draws_the_rows_of_the_record_after_a_change(tmp_pa
     scene, copy = Scene(learning), tmp_path / "run-2"
     scene.run(tmp_path / "run", [2])
     edit(tmp_path)
-    with pytest.raises(ConfigError, match=r"3 rows moved; data\.sources\.b: .* 3 rows moved; restore the data"):
+    with pytest.raises(ConfigError, match=r"another order; data\.sources\.b: .* another order; restore the data"):
         scene.run(copy, accept=False)
     trainer = scene.run(copy, accept=True)
     again = scene.plan(copy, trainer).make_prompts()
@@ -202,7 +202,7 @@ def test_a_resume_that_ended_before_its_first_event_is_made_again(tmp_path: Path
     scene, copy = Scene(config), tmp_path / "run-2"
     scene.run(tmp_path / "run", [2])
     edit(tmp_path)
-    with pytest.raises(RuntimeError, match="the machine is lost"):
+    with pytest.raises(RunFailed, match=r"trainer could not be started: .*the machine is lost"):
         scene.run(copy, accept=True, make_trainer=crash)
     trained = Counter(scene.run(copy, accept=False).texts())
     assert {text: trained[text] for text in texts_in(tmp_path)} == dict.fromkeys(texts_in(tmp_path), 1)
@@ -242,7 +242,9 @@ def test_changed_validation_rows_are_refused_like_training_rows(tmp_path: Path, 
 
     scene = Scene(config)
     scene.run(tmp_path / "run", [2], **held("x", "y"))
-    with pytest.raises(ConfigError, match=r"2 rows before, 2 now: 1 row \(1\) edited; figures before and after"):
+    with pytest.raises(
+        ConfigError, match=r"2 rows before, 2 now: 1 row \(1\) gone, 1 row \(1\) new; figures before and after"
+    ):
         scene.run(tmp_path / "run-2", accept=False, **held("x", "z"))
     with pytest.raises(ConfigError, match=r"must have as many rows as the run measures: 2 rows before, 3 now"):
         scene.run(tmp_path / "run-2", accept=True, **held("x", "y", "z"))
