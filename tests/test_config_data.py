@@ -16,7 +16,6 @@ from engine.plans.configured_plan import plan_of
 from engine.plans.rollouts import make_rollout
 from engine.plans.run_inputs import inputs_of
 from engine.protocols import GroupWork
-from engine.tasks.chat import ChatSettings
 from engine.tasks.dataset import Dataset
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -166,9 +165,13 @@ def test_a_response_ends_with_the_turn(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     known = tokenizer.get_vocab()
     eos, turn = known["<|endoftext|>"], known["<|im_end|>"]
-    assert stop_ids_of(tokenizer, str(tmp_path), [], ChatSettings()) == (eos, turn)
-    assert stop_ids_of(tokenizer, str(tmp_path), [], ChatSettings(mode="never")) == (eos,)
-    assert stop_ids_of(tokenizer, str(tmp_path), ["a"], ChatSettings()) == (eos, turn, known["a"])
+    for given, ends in (
+        ({}, (eos, turn)),
+        ({"data": {"chat": "never"}}, (eos,)),
+        ({"rollout": {"stop": ["a"]}}, (eos, turn, known["a"])),
+    ):
+        config = configured(str(tmp_path), tmp_path, **given)
+        assert stop_ids_of(config, tokenizer, str(tmp_path)) == ends
 
 
 def test_the_warm_start_reads_and_ends_answers_as_the_run_does(models: dict[str, str], tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from engine.config.loading import parse_config
 from engine.config.prompts import stop_ids_of
 from engine.events import GroupGenerated
 from engine.plans.configured_plan import plan_of
-from engine.plans.run_inputs import make_prompts
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.protocols.named_code import find
@@ -108,8 +107,8 @@ class Pieces:
         self.config, self.plan, self.model = config, plan, inputs.model
         self.tokenizer = AutoTokenizer.from_pretrained(inputs.model)
         self.reward = find(inputs.reward, None, "reward.function")
-        self.stop_ids = stop_ids_of(self.tokenizer, inputs.model, [])
-        self.prompts = make_prompts(config, inputs)
+        self.stop_ids = stop_ids_of(config, self.tokenizer, inputs.model)
+        self.prompts = plan.make_prompts()
 
     def reference(self, keep: Callable[[TrajectoryGroup], bool] = lambda group: True) -> Outcome:
         task = Task(

@@ -128,7 +128,7 @@ def _ending_lines(config: Config, tokenizer: Any, model: str) -> Iterator[str]:
     """The tokens that end a response, and a note if the chat template never writes them. Raises: `ConfigError` if there
     is no such token."""
     chat = config.data.chat_settings()
-    stop_ids = stop_ids_of(tokenizer, model, config.rollout.stop, chat)
+    stop_ids = stop_ids_of(config, tokenizer, model)
     names = ", ".join(repr(text_of_tokens(tokenizer, [id])) for id in stop_ids)
     yield f"ok: a response ends at {names}, or after rollout.max_tokens = {config.rollout.max_tokens}"
     end = turn_end(tokenizer, chat.template_kwargs) if chat.mode != "never" else None

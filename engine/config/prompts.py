@@ -10,7 +10,7 @@ from typing import Any
 from engine.config.schema import Config
 from engine.config.validation import validation_sets
 from engine.errors import ConfigError, DataFailure, choice, describe_error
-from engine.tasks.chat import ChatSettings, PromptRenderer, has_template, render, template_arguments, turn_end
+from engine.tasks.chat import PromptRenderer, has_template, render, template_arguments, turn_end
 from engine.tasks.dataset import Dataset
 from engine.tasks.prompt_lengths import PromptLimit
 
@@ -135,13 +135,13 @@ def check_prompts(config: Config, tokenizer: Any, model: str, files: Mapping[str
         raise ConfigError(field, data.path, law, "use a model with a chat template, or text prompts")
 
 
-def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings | None = None) -> tuple[int, ...]:
+def stop_ids_of(config: Config, tokenizer: Any, model: str) -> tuple[int, ...]:
     """Ids of the tokens that end a response: the end tokens of tokenizer and model, `rollout.stop`, and for chats the
     token with which the template ends a turn.
 
     Raises: `ConfigError` for a string that is not one token, or if no token ends a response.
     """
-    found = _own_ends(tokenizer, model, chat)
+    found, stop = _own_ends(config, tokenizer, model), config.rollout.stop
     for text in stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
@@ -154,7 +154,7 @@ def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings 
     return tuple(dict.fromkeys(found))
 
 
-def _own_ends(tokenizer: Any, model: str, chat: ChatSettings | None) -> list[int]:
+def _own_ends(config: Config, tokenizer: Any, model: str) -> list[int]:
     """The tokens with which tokenizer, model and template end a response."""
     from transformers import GenerationConfig
 
@@ -164,7 +164,7 @@ def _own_ends(tokenizer: Any, model: str, chat: ChatSettings | None) -> list[int
     except OSError:
         ends = None
     found += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    turn = turn_end(tokenizer, chat.template_kwargs) if chat is not None and chat.mode != "never" else None
+    turn = turn_end(tokenizer, config.data.chat_template_kwargs) if config.data.chat != "never" else None
     return found + ([] if turn is None or turn.token is None else [turn.token])
 
 
@@ -173,4 +173,4 @@ def text_ends_of(config: Config, tokenizer: Any, model: str) -> frozenset[int]:
     ones that `rollout.stop` names. An ordinary one, such as `</answer>`, is read by rewards and parsers."""
     named = {id for text in config.rollout.stop for id in tokenizer.encode(text, add_special_tokens=False)}
     special = {id for id, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset(_own_ends(tokenizer, model, config.data.chat_settings())) | (named & special)
+    return frozenset(_own_ends(config, tokenizer, model)) | (named & special)

@@ -10,7 +10,6 @@ import asyncio
 import shlex
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from engine.config import Config
@@ -90,7 +89,7 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
         yield f"ok: {shown} can be started"
         return
     tokenizer = load_tokenizer(path)
-    stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
+    stops = stop_ids_of(config, tokenizer, path)
     text = tokenizer.encode(MADE_ANSWER, add_special_tokens=False)[: config.rollout.max_tokens - 1]
     model = ScriptedModel([[*text, stops[0]]])
     samples = min(config.scheduler.samples_per_prompt, MOST_SAMPLES)
@@ -133,7 +132,7 @@ async def _generate(
     work = GroupWork(group=0, attempt=1, prompt=prompt, samples=samples)
     try:
         if isinstance(generator, AgentGenerator):
-            server = GatewayServer(make_gateway(config, path, partial(stop_ids_of, chat=config.data.chat_settings())))
+            server = GatewayServer(make_gateway(config, path))
             await server.start("127.0.0.1", 0)
             generator.connect(Link(server.agents, generator))
         generated = await generator.generate(work)
@@ -165,7 +164,7 @@ def _rehearse_environment(config: Config, path: str, prompt: Prompt) -> Iterator
     """Play two turns of an episode: the model calls the first tool, if its template writes a call that the parser
     reads. Raises: `ConfigError` for what no run could take; a method that raises may do so for this answer only."""
     name, tokenizer, settings = config.environment.class_name, load_tokenizer(path), settings_of(config)
-    stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
+    stops = stop_ids_of(config, tokenizer, path)
     end = turn_end(tokenizer, config.data.chat_template_kwargs)
     call = _written_call(config, tokenizer, *begin_episode(settings, prompt, config.run.seed))
     call = call.removesuffix("" if end is None else end.text)

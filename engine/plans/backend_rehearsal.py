@@ -115,7 +115,7 @@ async def _synchronized(config: Config, inputs: Inputs, weights: Any) -> None:
 def _made_group(config: Config, path: str, prompt: Prompt) -> TrajectoryGroup:
     """A group without a generator: the same answer several times, every other one right. `path`: of the model."""
     tokenizer = load_tokenizer(path)
-    stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
+    stops = stop_ids_of(config, tokenizer, path)
     ids = [*tokenizer.encode(MADE_ANSWER, add_special_tokens=False), stops[0]][-config.rollout.max_tokens :]
     prompt_ids = renderer_of(config, tokenizer).ids(prompt)
     trajectories = [

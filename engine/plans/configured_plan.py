@@ -15,10 +15,9 @@ from engine.config.episodes import check_environment
 from engine.config.gpus import needs_of
 from engine.config.inputs import known_directory, object_store_bytes
 from engine.config.pools import threads_of_scorers
-from engine.config.prompts import stop_ids_of
 from engine.config.rollout import RolloutSection
 from engine.metrics.address_files import FOLDER
-from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_sharing_rollout, make_work
+from engine.plans.rollouts import check_agent, make_gateway, make_rollout, make_sharing_rollout, make_work
 from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
 from engine.plans.trainers import (
     make_custom_trainer,
@@ -141,9 +140,7 @@ def planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         reward_timeout_s=config.reward.longest_s,
         make_scorer=partial(make_scorer, inputs.model, settings),
         restore_trainer=restore_trainer,
-        make_gateway=gateway_of(
-            config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings()), inputs.local
-        ),
+        make_gateway=partial(make_gateway, config, inputs.model, inputs.local) if config.agent.on_gateway else None,
         make_prompts=partial(make_prompts, config, inputs, run_dir.resolve()),
         transport=transport_settings(config.rollout),
         policies=config.policies().names,

@@ -44,7 +44,7 @@ def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> R
 
     r, model = config.rollout, inputs.model
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    stops = tuple(stop_ids_of(tokenizer, model, r.stop, config.data.chat_settings()))
+    stops = stop_ids_of(config, tokenizer, model)
     sampling = SamplingSettings(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stops)
     sets = validation_sets(config.validation, config.rollout, config.reward)
     setup = GeneratorSetup(

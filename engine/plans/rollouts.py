@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from engine.config import Config
@@ -79,16 +78,7 @@ def _agent_rollout(config: Config, local: Local) -> Callable[..., Any]:
     return load_coroutine(name, PROGRAM, config.run.code_dir, config_field=field, local=local)
 
 
-StopIds = Callable[[Any, str, list[str]], tuple[int, ...]]
-"""(tokenizer, model, stop texts) → token ids that end a response."""
-
-
-def gateway_of(config: Config, model: str, stop_ids: StopIds, local: Local = NO_LOCAL) -> Any:
-    """The value of `Plan.make_gateway`; None if no agent uses the gateway."""
-    return partial(make_gateway, config, model, stop_ids, local) if config.agent.on_gateway else None
-
-
-def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = NO_LOCAL) -> GatewayParts:
+def make_gateway(config: Config, model: str, local: Local = NO_LOCAL) -> GatewayParts:
     """Make the gateway's parts, in its actor."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -101,7 +91,7 @@ def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = N
     return GatewayParts(
         chat=Chat(
             tokenizer,
-            stop_ids(tokenizer, model, config.rollout.stop),
+            stop_ids_of(config, tokenizer, model),
             config.data.chat_settings().template_kwargs,
             text_ends_of(config, tokenizer, model),
         ),
@@ -164,7 +154,7 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     tokenizer = AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False)
     reward = reward_of(config, inputs)
     backend = BACKENDS[r.backend](config, inputs, replica)
-    stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
+    stop_ids = stop_ids_of(config, tokenizer, inputs.model)
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
     ends = text_ends_of(config, tokenizer, inputs.model)
     grader = Grader(tokenizer, reward, timeout_s=config.reward.timeout_s, later=bool(rewarding(config)), ends=ends)

@@ -169,7 +169,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
 
     described, tokenizer = AutoConfig.from_pretrained(model, trust_remote_code=False), load_tokenizer(model)
     renderer = renderer_of(config, tokenizer)
-    ends = stop_ids_of(tokenizer, model, config.rollout.stop, config.data.chat_settings())
+    ends = stop_ids_of(config, tokenizer, model)
     turn = turn_end(tokenizer, config.data.chat_template_kwargs) if renderer.templated else None
     end = ends[0] if turn is None or turn.token is None else turn.token
 

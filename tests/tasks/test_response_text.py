@@ -85,7 +85,7 @@ def test_the_reward_of_a_run_reads_markers_and_no_end(tmp_path: Path, end: str) 
 
 def test_an_ordinary_stop_token_that_the_user_names_is_part_of_the_text(tmp_path: Path) -> None:
     config = configured(tmp_path, stop=["x", "<think>"])
-    stops = stop_ids_of(TOKENIZER, config.model.path, config.rollout.stop, config.data.chat_settings())
+    stops = stop_ids_of(config, TOKENIZER, config.model.path)
     special, ordinary = TOKENIZER.convert_tokens_to_ids(["<think>", "x"])
     hidden = text_ends_of(config, TOKENIZER, config.model.path)
     assert hidden == {*stops} - {ordinary} and special in hidden and TOKENIZER.get_vocab()["#"] in hidden
