@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import ConfigError, choice
-from engine.input_identity import row_ids
+from engine.input_identity import as_ids, row_ids
 from engine.tasks.chat import content_of, problem_of, tools_of
 from engine.tasks.data_files import MESSAGES, TOOLS, DataRows, Paths, TableRows, files_of, read_rows
 from engine.trajectory import Prompt
@@ -73,7 +73,7 @@ class Dataset:
     def ids(self) -> bytes:
         """The `row_ids` of its rows, as they are in the files."""
         ids = row_ids(self._rows.all())
-        return ids if self._chosen is None else b"".join(ids[8 * row : 8 * row + 8] for row in self._chosen)
+        return ids if self._chosen is None else as_ids(ids)[self._chosen].tobytes()
 
     def prompts(self) -> Iterator[Prompt]:
         """Every prompt, in order. Much faster than `prompt` for the rows of a table."""
