@@ -102,7 +102,6 @@ def _is_word(letter: str, next_word: str | None) -> bool:
 
 # -- code --------------------------------------------------------------------------------------------------------------
 
-_FENCE = re.compile(r"(?P<before>.*?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<mark>[^`\r]*?)\s*")
 _PYTHON = re.compile(r"\W*i?py(thon)?[\d.]*\b", re.IGNORECASE)
 
 
@@ -112,8 +111,7 @@ def last_python(text: str) -> str | None:
     blocks: dict[str, list[str]] = {}
     opening, lines, indent = "", list[str](), 0
     for line in text.split("\n"):
-        found = _FENCE.fullmatch(line)
-        before, fence, mark = found.groups() if found is not None else (line, "", "")
+        before, fence, mark = _fence_in(line)
         alone = not before.strip()
         if not opening:
             python = _PYTHON.match(mark) is not None
@@ -127,3 +125,16 @@ def last_python(text: str) -> str | None:
         lines.append(line[min(indent, len(line) - len(line.lstrip())) :])
     code = blocks.get("python", blocks.get(""))
     return None if code is None else "\n".join(code)
+
+
+def _fence_in(line: str) -> tuple[str, str, str]:
+    """The text before a fence, the fence, and its mark, which has no back quote. Without a regular expression: one that
+    goes back would take minutes for a line of a thousand tildes."""
+    text, quote, mark = line.rpartition("`")
+    before = text.rstrip("`")
+    fence = text[len(before) :] + quote
+    if len(fence) < 3:
+        before, fence, tail = mark.partition("~~~")
+        before, mark = text + quote + before, tail.lstrip("~")
+        fence += tail[: len(tail) - len(mark)]
+    return before, fence, mark.strip()

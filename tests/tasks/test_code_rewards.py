@@ -78,6 +78,13 @@ def test_the_code_of_a_response_is_its_last_block_of_python(response: str, code:
     assert (found and found.removesuffix("\n")) == code
 
 
+@pytest.mark.parametrize(
+    "line", ["~" * 50_000 + "`", "~~~" + " " * 50_000 + "`", "`" * 50_000 + "x`"], ids=["tildes", "spaces", "quotes"]
+)
+def test_a_long_line_of_marks_does_not_hold_the_process(line: str) -> None:
+    assert last_python(f"{line}\n```python\nx\n```\n{line}") == "x\n"
+
+
 @given(st.text("ab'\"\\n \t#"), st.text("ab`\n "), st.sampled_from(["```", "````", "~~~"]))
 def test_code_between_fences_is_found_whatever_stands_around_it(code: str, before: str, fence: str) -> None:
     assume(not re.search("`{3}", before))
