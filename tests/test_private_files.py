@@ -18,7 +18,7 @@ from engine.errors import ConfigError, RecordHeld
 from engine.metrics.address_files import FILE, FOLDER, announce
 from engine.metrics.journal import Journal, keep_rows
 from engine.record import Header, Recorder
-from engine.record.files import RecordLock, is_locked, make_run_private
+from engine.record.files import RecordLock, is_locked, make_run_private, write_private
 from engine.storage import run_directory
 from engine.storage.checkpoints import save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
@@ -169,6 +169,17 @@ def test_where_a_run_is_scraped_may_be_read_by_prometheus(tmp_path: Path, umask:
     announce([tmp_path / "run" / FILE, shared], "127.0.0.1:1", "a")
     assert [stat.S_IMODE(path.stat().st_mode) for path in (shared.parent, shared)] == [0o755, 0o644]
     assert open_to_others(tmp_path / "run") == []
+
+
+def test_a_device_that_is_written_keeps_its_mode() -> None:
+    """As `engine report --out /dev/null` of root."""
+    ends = os.openpty()
+    path = Path(os.ttyname(ends[1]))
+    path.chmod(0o622)
+    write_private(path, "a report")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o622 and os.read(ends[0], 100) == b"a report"
+    for end in ends:
+        os.close(end)
 
 
 def test_looking_at_a_record_changes_no_mode(tmp_path: Path) -> None:

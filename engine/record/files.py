@@ -165,10 +165,11 @@ CONTENTS = (
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=private_opener)`: only this user can read the file."""
+    """For `open(..., opener=private_opener)`: only this user can read the file. A device keeps its mode."""
     handle = os.open(path, flags, FILE_MODE)
     try:
-        if stat.S_IMODE(os.fstat(handle).st_mode) != FILE_MODE:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISREG(mode) and stat.S_IMODE(mode) != FILE_MODE:
             os.fchmod(handle, FILE_MODE)
     except OSError:
         pass  # another user's file, or a file system without modes: its directory is private if possible
