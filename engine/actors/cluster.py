@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.authentication import authentication_token_setup as authentication
 from ray._private.runtime_env import packaging
 from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from engine.actors.launcher_watch import reload_token
 from engine.config import Config
 from engine.config.cluster import AUTO
 from engine.config.paths import paths_in
@@ -242,12 +242,6 @@ def runtime_env_refusal(sent: Mapping[str, Any], error: RuntimeEnvSetupError) ->
         )
         fix = "list what the nodes do not need in .rayignore there, or in excludes of cluster.runtime_env"
     return ConfigError("cluster.runtime_env", dict(sent), law, fix)
-
-
-def reload_token() -> None:
-    """Have Ray read again from the environment whether it needs a token, and which."""
-    authentication.Config.initialize("")
-    authentication.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def initialize_ray(**options: Any) -> None:

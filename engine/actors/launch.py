@@ -22,7 +22,7 @@ from engine.actors.cluster import join_cluster, require_shared_files
 from engine.actors.detached_actors import PackedPlan, end_actors
 from engine.actors.failover import status_at_end
 from engine.actors.failures import Pulse, raised, unwrapped
-from engine.actors.launcher_watch import RayNode, SchedulerWatch, ray_processes
+from engine.actors.launcher_watch import RayNode, SchedulerWatch, end_ray, ray_processes
 from engine.actors.placement import on_this_node, with_gpus
 from engine.actors.private_cluster import connect
 from engine.actors.scheduler_actor import RelaunchNeeded, SchedulerActor, Traffic, Update
@@ -101,7 +101,7 @@ def start(plan: Plan, progress: Progress | None = None) -> "RunHandle":
         if node is not None:
             node.close()
         elif own:
-            ray.shutdown()
+            end_ray()
         raise
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication import authentication_token_setup as authentication
 from ray.exceptions import RayError
 
 from engine.actors.failures import Pulse
@@ -124,7 +125,7 @@ class RayNode:
         self.own = False
         if ended is not None:
             self._kill_actors()
-        ray.shutdown()
+        end_ray()
 
     def _find_dead_process(self) -> str | None:
         """The process that has ended, if any; the GCS if both have."""
@@ -143,6 +144,18 @@ class RayNode:
             with suppress(ProcessLookupError, PermissionError):
                 if os.getsid(process) == self._processes.get(RAYLET):
                     os.kill(process, signal.SIGKILL)
+
+
+def reload_token() -> None:
+    """Have Ray read again from the environment whether it needs a token, and which."""
+    authentication.Config.initialize("")
+    authentication.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def end_ray() -> None:
+    """Disconnect from Ray and end a cluster that this process started. What it starts next needs another token."""
+    ray.shutdown()
+    reload_token()
 
 
 def ray_processes() -> dict[str, int]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
 
-from engine.actors.cluster import initialize_ray, reload_token
-from engine.actors.launcher_watch import separate_sessions
+from engine.actors.cluster import initialize_ray
+from engine.actors.launcher_watch import reload_token, separate_sessions
 from engine.config.hardware import object_store_limit
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.proxies import exempt_own_servers

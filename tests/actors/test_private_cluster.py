@@ -53,6 +53,8 @@ def test_a_private_ray_refuses_callers_without_its_token(cluster: None) -> None:
 START = """
 import os, tempfile, urllib.request
 import ray
+from ray._raylet import AuthenticationTokenLoader
+from engine.actors.launcher_watch import RayNode
 from engine.actors.private_cluster import connect
 
 connect()
@@ -62,6 +64,8 @@ def seen():
     return tempfile.gettempdir(), urllib.request.proxy_bypass("127.0.0.1:8000")
 
 print(*ray.get(seen.remote()))
+RayNode(own=True, run_dir=None, processes={}).close()
+print(AuthenticationTokenLoader.instance().get_raw_token())
 """
 
 
@@ -80,11 +84,13 @@ def long_path(tmp_path: Path) -> Iterator[Path]:
 def test_ray_starts_under_a_long_path_and_behind_a_proxy(long_path: Path) -> None:
     proxies = {name: "http://127.0.0.1:9" for name in ("http_proxy", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy")}
     environment = {**os.environ, **proxies, "TMPDIR": str(long_path), "NO_PROXY": "example.org"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
     done = subprocess.run(
         [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    directory, direct = done.stdout.split()
+    directory, direct, token = done.stdout.split()
+    assert token == "a" * 64, "the private cluster has ended, so the next one may be the user's"
     assert Path(directory).resolve() == long_path.resolve() and len(directory) <= LONGEST and direct == "True"
     assert (long_path / "ray" / "session_latest" / "sockets").is_dir()
 
