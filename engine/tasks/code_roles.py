@@ -144,12 +144,17 @@ def run_program(plan: dict[str, Any], channel: Any) -> None:
         status = 0 if end.code in (None, 0) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    _flush()  # while a stream of the program still has the globals that its `flush` uses
     names = sys.modules["__main__"].__dict__
     names |= dict.fromkeys(names)  # destructors run, and files are closed
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.__stdout__):
         with suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
-    os._exit(status)
 
 
 def _start_or_run(thread: Any, start: Any = threading.Thread.start) -> None:
@@ -252,8 +257,9 @@ def _execute(tree: ast.Module, scope: dict[str, Any]) -> object:
 
 
 def free_names(source: str) -> list[str]:
-    """The names that tests use without defining them: those of the response. If they use only names of Python itself,
-    the one that they call, such as `sum`, is the response's; with several, it is unknown which."""
+    """The names that tests use without defining them: those of the response. If they use only names of Python itself
+    and do not import the response, the one that they call, such as `sum`, is the response's; with several, it is
+    unknown which."""
     used: set[str] = set()
     bound: set[str] = set()
     tables = [symtable.symtable(source, "tests.py", "exec")]
@@ -264,9 +270,12 @@ def free_names(source: str) -> list[str]:
                 bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
         tables += table.get_children()
     free = sorted(name for name in used - bound if not hasattr(builtins, name))
-    if free:
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported |= {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+    if free or "solution" in imported:
         return free
-    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     called = {call.id for call in calls if isinstance(call, ast.Name) and call.id not in bound}
     return list(called) if len(called) == 1 else []
 

@@ -40,6 +40,7 @@ TASKS: dict[str, tuple[str, Any]] = {
         "def add(a, b): return a + b\nif __name__ == '__main__': print(add(int(input()), 1))",
         "from solution import add\ndef test_add(): assert add(1, 2) == 3",
     ),
+    "measured": ("def pair(a): return [a, a]", "from solution import pair\nassert len(pair(1)) == 2"),
     "long": ("print('12345678\\n' * 200_000)", {"input": "", "output": "12345678\n" * 200_000}),
 }  # fmt: skip
 """For each task an honest program, and the tests."""
@@ -48,6 +49,8 @@ HONEST = {
     "output at exit": "import atexit\nout = [str(int(input()) * 2)]\natexit.register(lambda: print(*out))",
     "output of a destructor": "class D:\n def __del__(self): print(self.x)\nd = D()\nd.x = int(input()) * 2",
     "an open file": "out = open(1, 'w')\nout.write(str(int(input()) * 2))",
+    "a stream that needs its module": "import io, os, sys\nclass Out(io.StringIO):\n"
+    " def flush(self): os.write(1, self.getvalue().encode())\nsys.stdout = Out()\nprint(int(input()) * 2)",
     "closed output": "import sys\nprint(int(input()) * 2)\nsys.stdout.close()",
     "a closed descriptor": "import os\nprint(int(input()) * 2, flush=True)\nos.close(1)",
     "its own output": "import io, sys\nsys.stdout = io.StringIO()\nprint(int(input()) * 2)\n"
