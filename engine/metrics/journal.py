@@ -24,7 +24,7 @@ from engine.ids import StepId, Version
 from engine.metrics.health import START, WINDOW
 from engine.metrics.intervals import Estimate
 from engine.record.checked_lines import checked_line, object_of
-from engine.record.files import open_private, private_opener
+from engine.record.files import open_private, replace_whole
 from engine.states.step import STEP, Step
 
 log = logging.getLogger(__name__)
@@ -91,14 +91,10 @@ def keep_rows(
         except ValueError as error:
             loses = True
             complain(f"{path}: line {number} is not a row of metrics and is removed: {error}")
-    temporary = path.with_name(path.name + ".tmp")
-    with room_for(path), open(temporary, "wb", opener=private_opener) as file:
+    with room_for(path), replace_whole(path) as file:
         if aside is not None and loses:
             shutil.copyfile(path, aside)
         file.writelines(map(line_of, kept))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
     return kept
 
 

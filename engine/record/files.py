@@ -9,6 +9,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -27,10 +28,9 @@ KINDS = {
 }
 
 
-def require_regular(path: Path, mode: int | None = None) -> None:
-    """`mode`: the mode of the file, if known. Raises: `RunDamaged` if it is not a regular file, `OSError` if it
-    does not exist."""
-    mode = os.stat(path).st_mode if mode is None else mode
+def require_regular(path: Path) -> None:
+    """Raises: `RunDamaged` if it is not a regular file, `OSError` if it does not exist."""
+    mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise RunDamaged(str(path), f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, but must be a regular file")
 
@@ -38,13 +38,7 @@ def require_regular(path: Path, mode: int | None = None) -> None:
 def open_regular(path: Path, buffering: int = 1 << 18) -> BinaryIO:
     """Open a file for reading without blocking on another process. Raises: as `require_regular`."""
     require_regular(path)
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        require_regular(path, os.fstat(handle).st_mode)
-        return os.fdopen(handle, "rb", buffering=buffering)
-    except BaseException:
-        os.close(handle)
-        raise
+    return open(path, "rb", buffering=buffering)
 
 
 def fsync(path: Path) -> None:
@@ -62,11 +56,6 @@ def fsync(path: Path) -> None:
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 """Errors of file systems that cannot lock directories, mostly network file systems. On these, a recorder looks for a
 segment of a higher epoch before it writes."""
-
-
-LOOKS = 100_000
-"""Attempts to take the lock while other processes only check whether it is held (`is_locked`). They take 0.3 s, much
-longer than a process that checks waits for a processor."""
 
 
 class RecordLock:
@@ -112,16 +101,16 @@ class RecordLock:
 
 
 def _lock_at_once(handle: int) -> None:
-    """Raises: `BlockingIOError` if another process holds the lock. Succeeds if others only check it (`is_locked`)."""
-    for _ in range(LOOKS):
+    """Raises: `BlockingIOError` if another process holds the lock. Waits for processes that only check it
+    (`is_locked`)."""
+    while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody holds it, if this succeeds
             fcntl.flock(handle, fcntl.LOCK_UN)
             os.sched_yield()
-    raise BlockingIOError
 
 
 def is_locked(directory: Path) -> bool | None:
@@ -185,6 +174,19 @@ def write_private(path: Path, text: str) -> None:
     """`Path.write_text`, for this user only. Raises: OSError."""
     with open(path, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
+
+
+@contextmanager
+def replace_whole(path: Path) -> Iterator[BinaryIO]:
+    """A new file, for this user only, that replaces the one at `path` once it is complete and on disk. Raises:
+    OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb", opener=private_opener) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync(path.parent)
 
 
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:

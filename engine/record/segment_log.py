@@ -28,7 +28,7 @@ from typing import BinaryIO, NamedTuple
 from zlib import crc32
 
 from engine.errors import FULL, EngineError, RecordDamaged, RecordError, RecordHeld, RunDamaged, StorageFull
-from engine.record.files import RecordLock, fsync, open_private, open_regular, private_opener, require_regular
+from engine.record.files import RecordLock, fsync, open_private, open_regular, replace_whole, require_regular
 
 # -- the index ---------------------------------------------------------------------------------------------------------
 
@@ -89,13 +89,8 @@ def store_index(directory: Path, index: Index) -> None:
     """Replace the index atomically and sync it to disk. Raises: `OSError`."""
     said = {"format": INDEX_FORMAT, "first": index.first, "segments": index.seals}
     text = json.dumps({**said, "crc32": _checksum(index.first, index.seals)})
-    temporary = directory / f"{INDEX}.tmp"
-    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / INDEX)
-    fsync(directory)
+    with replace_whole(directory / INDEX) as file:
+        file.write(f"{text}\n".encode())
 
 
 def _checksum(first: object, listed: object) -> int:

@@ -13,7 +13,7 @@ from msgspec import msgpack, structs
 from engine.errors import RunDamaged
 from engine.ids import GroupId
 from engine.input_identity import InputIdentity
-from engine.record.files import fsync, make_directory, open_regular, private_opener
+from engine.record.files import make_directory, open_regular, replace_whole
 
 INPUTS = "inputs"
 
@@ -34,12 +34,9 @@ def write_inputs(run_dir: Path, number: int, identity: InputIdentity) -> None:
     """Raises: `OSError`."""
     path = run_dir / INPUTS / str(number)
     make_directory(path.parent)
-    data, unfinished = msgpack.encode(identity), path.with_suffix(".unfinished")
-    with open(unfinished, "wb", opener=private_opener) as file:
+    data = msgpack.encode(identity)
+    with replace_whole(path) as file:
         file.write(sha256(data).digest() + data)
-    fsync(unfinished)
-    unfinished.replace(path)
-    fsync(path.parent)
 
 
 def begins_inputs(run_dir: Path, events: int, branches: bool) -> bool:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.errors import ConfigError, suggestion
-from engine.record.files import is_locked, make_directory, make_run_directory, private_opener
+from engine.record.files import is_locked, make_directory, make_run_directory, replace_whole
 from engine.record.segment_log import has_segments
 from engine.storage.input_files import INPUTS
 from engine.storage.samples import FOLDER
@@ -96,7 +96,8 @@ def create(
         make_run_directory(path)
         make_directory(directory.schedule)
         make_directory(directory.checkpoints)
-        _write_whole(directory.config, config_yaml)
+        with replace_whole(directory.config) as file:
+            file.write(config_yaml.encode())
         _point_latest(Path(parent), path)
     except OSError as error:
         raise ConfigError(field, str(path), f"cannot be written: {error.strerror or error}") from None
@@ -160,15 +161,6 @@ def claim_free(path: Path) -> Path:
         except FileExistsError:
             candidate = path.with_name(f"{path.name}-{number}")
             number += 1
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def leave_latest(parent: Path, path: Path) -> None:
