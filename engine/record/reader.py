@@ -201,10 +201,7 @@ def read(source: str | Path | MemoryRecorder, *, missing_end: bool = False) -> R
 
 def _heading(segment: int, payload: Payload) -> tuple[Place, float | None]:
     """The place of a frame that is no header, and the time of a tick."""
-    try:
-        ticks, position, at = heading_of(payload.data)
-    except CodecError as error:
-        raise RecordError(payload.path, payload.offset, str(error)) from None
+    ticks, position, at = heading_of(payload.data)
     return Place(segment, payload.offset, payload.end, ticks, position), at
 
 

@@ -94,8 +94,7 @@ class Recorder(RecordWriter):
         """The frames in memory are the last: the next flush closes the record."""
         first = encode_header(header) if isinstance(header, Header) else None
         lock = lock or RecordLock(self.directory)
-        size = min(segment_bytes, SCHEDULE.max_segment_bytes // 2)
-        self.log = SegmentWriter(self.directory, SCHEDULE, lock, segment_bytes=size)
+        self.log = SegmentWriter(self.directory, SCHEDULE, lock, segment_bytes=segment_bytes)
         self.append = self.log.append
         try:
             if has_segments(self.directory) != isinstance(header, RecordEnd):

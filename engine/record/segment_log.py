@@ -35,7 +35,6 @@ from engine.record.files import RecordLock, fsync, open_private, open_regular, r
 
 INDEX = "index.json"
 INDEX_FORMAT = 1
-MAX_INDEX_BYTES = 1 << 24
 
 
 class Seal(NamedTuple):
@@ -59,7 +58,7 @@ def load_index(directory: Path) -> Index | None:
     path = directory / INDEX
     try:
         with open_regular(path) as file:
-            text = file.read(min(os.fstat(file.fileno()).st_size, MAX_INDEX_BYTES) + 1)
+            text = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -71,18 +70,13 @@ def load_index(directory: Path) -> Index | None:
 
 
 def _index_from(text: bytes) -> Index:
-    if len(text) > MAX_INDEX_BYTES:
-        raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
     said = json.loads(text)
     first, listed = said["first"], said["segments"]
     if said["format"] != INDEX_FORMAT:
         raise ValueError(f"its format is {said['format']!r}, but this engine reads {INDEX_FORMAT}")
     if said["crc32"] != _checksum(first, listed):
         raise ValueError("its checksum does not match")
-    seals = [None if entry is None else Seal(*entry) for entry in listed]
-    if not all(type(number) is int for number in (first, *(number for seal in seals if seal for number in seal))):
-        raise ValueError("an entry of its list is not a valid segment")
-    return Index(seals, first)
+    return Index([None if entry is None else Seal(*entry) for entry in listed], first)
 
 
 def store_index(directory: Path, index: Index) -> None:
@@ -130,8 +124,6 @@ class Contents:
     magic: bytes
     version: int
     """The newest format version that this engine reads, and the one that it writes."""
-    max_segment_bytes: int
-    """A writer closes segments much earlier."""
     development_magics: tuple[bytes, ...] = ()
     """First bytes of segments in the formats of development versions."""
 
@@ -260,9 +252,6 @@ class SegmentLog:
 
     def _frames(self, segment: SegmentFile, file: BinaryIO, offset: int) -> Iterator[Payload]:
         size = file.seek(0, os.SEEK_END)
-        if size > self.contents.max_segment_bytes:
-            most = self.contents.max_segment_bytes
-            raise RecordError(segment.path, 0, f"the segment has {size} bytes, but at most {most} are allowed")
         file.seek(0)
         if not self._has_preamble(segment, file, size):
             return
@@ -295,7 +284,7 @@ class SegmentLog:
                 return False
         if size < PREAMBLE_BYTES:
             raise RecordDamaged(path, 0, "the file is too short for a segment: it was cut or damaged")
-        magic, version, number, epoch = _PREAMBLE.unpack_from(head)
+        magic, version, number, _ = _PREAMBLE.unpack_from(head)
         if magic in contents.development_magics:
             raise RecordError(
                 path, 0, f"has the unreleased development format {version}, which this engine cannot read; use the "
@@ -311,9 +300,6 @@ class SegmentLog:
         if number != segment.number:
             law = f"this is segment {number} of a {contents.name}, but segment {segment.number} was expected"
             raise RecordError(path, len(magic) + 4, law)
-        if epoch > number:
-            law = f"segment {number} has epoch {epoch}, but must have at most {number}"
-            raise RecordError(path, len(magic) + 8, law)
         return True
 
     def _end(self, segment: SegmentFile, file: BinaryIO, offset: int, behind: int) -> None:

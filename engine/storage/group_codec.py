@@ -1,24 +1,23 @@
 """Packs trajectory groups as bytes, for transfer between processes and for disk.
 
-    [format, group, [row, text, fields, source], [[trajectory], ...]]       msgpack
+    [group, [row, text, fields, source], [[trajectory], ...]]       msgpack
     trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
                 version) as little-endian arrays, then text, finish reason, reward, whether it continues another,
                 whether it is unparsable, the parts of the reward by name, the figures of the rollout by name, the
                 positions (int32) and values (float64) of the rewards of single tokens, the prompt that samples show,
                 and the routes of its tokens
 
-    growth:     [format, group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
+    growth:     [group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
                 trajectory with known tokens, the prompt ids are empty, and arrays and routes continue after these
 
-Used by `actors` and by the durable store. Must never unpickle: any bytes yield a group or an `EngineError`, and use at
-most a fixed multiple of their size in memory.
+Used by `actors` and by the durable store, whose frames have a format version and checksums. Values are checked when
+they are packed. Must never unpickle.
 """
 
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -28,7 +27,6 @@ from engine.protocols.big_integers import pack_big, unpack_big
 from engine.storage.prefixes import OF_TOKENS, Growth, routes_before
 from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
-GROUP_FORMAT = 1
 MAX_GROUP_BYTES = 1 << 29
 """Limit for one packed group: 64 responses of half a million tokens."""
 FIELD_DEPTH = 64
@@ -65,7 +63,7 @@ def pack_growth(growth: Growth) -> bytes:
 def _packed(group: int, parts: Callable[[], tuple[Any, ...]]) -> bytes:
     try:
         data: bytes = msgpack.packb(
-            (GROUP_FORMAT, group, *parts()), use_bin_type=True, unicode_errors="surrogatepass", default=pack_big
+            (group, *parts()), use_bin_type=True, unicode_errors="surrogatepass", default=pack_big
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"group {group} cannot be stored: {error}", group=group) from None
@@ -73,35 +71,21 @@ def _packed(group: int, parts: Callable[[], tuple[Any, ...]]) -> bytes:
 
 
 def unpack_group(data: bytes) -> TrajectoryGroup:
-    """Unpack a group and its growth. Raises: `EngineError` for bytes that are not a packed group."""
-    try:
-        first, *grown = _values(data)
-        group = _group_from(first)
-        for plain in grown:
-            _grow(group, plain)
-        return group
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        reason = "it ends too early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
-        raise EngineError(f"the bytes are not a packed group: {reason}") from None
-
-
-def _values(data: bytes) -> list[Any]:
-    size = len(data)
-    _require(size <= MAX_GROUP_BYTES, f"{size} bytes; at most {MAX_GROUP_BYTES} are allowed")
-    walker = msgpack.Unpacker(max_buffer_size=MAX_GROUP_BYTES, read_size=1)  # builds no objects; checks that the
-    walker.feed(data)  # data is as long as its headers claim
-    ends = [0]
-    while len(ends) < 2 or ends[-1] < size:
-        walker.skip()
-        ends.append(walker.tell())
-    return [
-        msgpack.unpackb(
-            data if len(ends) == 2 else memoryview(data)[start:end], raw=False, strict_map_key=True,
-            unicode_errors="surrogatepass", ext_hook=unpack_big, max_ext_len=size, max_str_len=size,
-            max_bin_len=size, max_array_len=size, max_map_len=size,
-        )
-        for start, end in pairwise(ends)
-    ]  # fmt: skip
+    """Unpack a group and its growth."""
+    values = msgpack.Unpacker(
+        raw=False, strict_map_key=True, unicode_errors="surrogatepass", ext_hook=unpack_big, max_buffer_size=0
+    )
+    values.feed(data)
+    number, prompt, trajectories = values.unpack()
+    row, text, fields, source = prompt
+    group = TrajectoryGroup(
+        group=number,
+        prompt=Prompt(row=row, text=text, fields=fields, source=source),
+        trajectories=[_trajectory_from(one) for one in trajectories],
+    )
+    for _, changes in values:
+        _grow(group, changes)
+    return group
 
 
 def plain_prompt(prompt: Prompt) -> tuple[Any, ...]:
@@ -129,28 +113,13 @@ def _floats(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in parts.items()}
 
 
-def _group_from(plain: Any) -> TrajectoryGroup:
-    _require(type(plain) is list and len(plain) == 4, "a group has 4 parts")
-    version, group, prompt, trajectories = plain
-    _require(version == GROUP_FORMAT, f"its format is {version!r}, and this engine reads {GROUP_FORMAT}")
-    _require(type(group) is int and type(trajectories) is list, "a group has a number and trajectories")
-    return TrajectoryGroup(
-        group=group, prompt=_prompt_from(prompt), trajectories=[_trajectory_from(one) for one in trajectories]
-    )
-
-
-def _grow(group: TrajectoryGroup, plain: Any) -> None:
-    _require(type(plain) is list and len(plain) == 3, "what a group has gained has 3 parts")
-    version, number, changes = plain
-    _require(version == GROUP_FORMAT and number == group.group, "what follows a group is not its own")
-    _require(type(changes) is list, "what a group has gained are trajectories")
+def _grow(group: TrajectoryGroup, changes: Any) -> None:
+    stored = group.trajectories
     for place, known, packed in changes:
-        trajectory, stored = _trajectory_from(packed), group.trajectories
-        _require(type(place) is int and 0 <= place <= len(stored), "a trajectory has a place in its group")
+        trajectory = _trajectory_from(packed)
         if place == len(stored):
             stored.append(Trajectory())
         before = stored[place]
-        _require(type(known) is int and 0 <= known <= len(before.token_ids), "known tokens are stored")
         if known:
             for name in OF_TOKENS:
                 getattr(before, name)[known:] = getattr(trajectory, name)
@@ -160,29 +129,14 @@ def _grow(group: TrajectoryGroup, plain: Any) -> None:
         stored[place] = trajectory
 
 
-def _prompt_from(plain: Any) -> Prompt:
-    row, text, fields, source = plain
-    _require(type(row) is int and type(text) is str and type(fields) is dict, "a prompt is its row, text and fields")
-    _require(type(source) is str, "a prompt's source is its name")
-    return Prompt(row=row, text=text, fields=fields, source=source)
-
-
 def _trajectory_from(plain: Any) -> Trajectory:
     (
         prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues, unparsable, parts,
         figures, positions, values, shown_prompt, routes,
     ) = plain  # fmt: skip
-    law = "its texts and finish reason are text, and its flags are bools"
-    _require(type(text) is type(finish_reason) is type(shown_prompt) is str, law)
-    _require(type(continues) is type(unparsable) is bool, law)
-    _require(reward is None or type(reward) is float, "its reward is a number")
-    _require(_are_parts(parts) and _are_parts(figures), "its reward parts and figures are numbers by name")
-    _require(type(routes) is list and all(type(one) is bytes for one in routes), "the routes of its tokens are bytes")
-    _require(type(mask) is bytes, "its loss mask is bytes")
     bounds = _list_of("q", spans)
-    _require(len(bounds) % 3 == 0, "a span has 3 numbers")
     steps = list(zip(_list_of("i", positions), _list_of("d", values), strict=True))
-    trajectory = Trajectory(
+    return Trajectory(
         prompt_ids=_list_of("i", prompt_ids),
         token_ids=_list_of("i", token_ids),
         logprobs=_list_of("d", logprobs),
@@ -199,13 +153,6 @@ def _trajectory_from(plain: Any) -> Trajectory:
         shown_prompt=shown_prompt,
         routes=routes,
     )
-    tokens = len(trajectory.token_ids)
-    _require(len(trajectory.logprobs) == len(mask) == tokens, "each token has a log-prob and a mask")
-    return trajectory
-
-
-def _are_parts(plain: Any) -> bool:
-    return type(plain) is dict and all(type(name) is str and type(value) is float for name, value in plain.items())
 
 
 def _bytes_of(kind: str, values: Iterable[Any]) -> bytes:
@@ -215,8 +162,7 @@ def _bytes_of(kind: str, values: Iterable[Any]) -> bytes:
     return numbers.tobytes()
 
 
-def _list_of(kind: str, data: Any) -> list[Any]:
-    _require(type(data) is bytes, "numbers are stored in byte arrays")
+def _list_of(kind: str, data: bytes) -> list[Any]:
     numbers = array(kind)
     numbers.frombytes(data)
     if not NATIVE:
@@ -241,8 +187,3 @@ def _not_plain(value: Any, depth: int) -> str:
     else:
         return f"is a {type(value).__name__}"
     return next((problem for one in inner if (problem := _not_plain(one, depth - 1))), "")
-
-
-def _require(holds: bool, law: str) -> None:
-    if not holds:
-        raise ValueError(law)

@@ -19,7 +19,6 @@ from engine.record import RecordEnd, Recorder, read, recover, replay
 from engine.record.segment_log import (
     FRAME_BYTES,
     INDEX,
-    MAX_INDEX_BYTES,
     load_index,
     segment_name,
 )
@@ -102,10 +101,6 @@ def test_an_index_that_is_missing_or_damaged_is_named(run: Path) -> None:
     said = json.loads(whole)
     (run / INDEX).write_text(json.dumps({**said, "format": 2}))
     refused(run, "format is 2, but this engine reads 1")
-    (run / INDEX).write_text(whole.ljust(MAX_INDEX_BYTES))
-    assert load_index(run)
-    (run / INDEX).write_text(whole.ljust(MAX_INDEX_BYTES + 1))
-    refused(run, f"has more than {MAX_INDEX_BYTES} bytes")
 
 
 def test_the_index_says_how_long_closed_segments_are(run: Path) -> None:

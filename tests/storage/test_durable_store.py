@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from engine.record.segment_log import (
     FRAME_BYTES,
     PREAMBLE_BYTES,
     Index,
-    Payload,
     frame,
     load_index,
     preamble,
@@ -29,7 +27,6 @@ from engine.storage.durable_trajectories import (
     TRAJECTORIES,
     DurableStore,
     StorePolicy,
-    entry_of,
     packed_entry,
     put_store_aside,
 )
@@ -205,12 +202,6 @@ def test_the_cache_drops_what_was_discarded_and_what_is_too_large(tmp_path: Path
     store.discard([1])
     store.put(4, 1, b"f" * 60)
     assert store.get([2]) == [b"c" * 30], "what was discarded takes no room"
-
-
-def test_what_is_no_entry_is_named_with_its_file_and_offset(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="not an entry") as caught:
-        entry_of(Payload(msgpack.packb("no entry"), "entries", 5))
-    assert (caught.value.details["path"], caught.value.details["offset"]) == ("entries", 5)
 
 
 def test_a_new_run_needs_an_empty_directory_and_one_process_writes_at_a_time(tmp_path: Path) -> None:

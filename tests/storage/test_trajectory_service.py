@@ -2,14 +2,14 @@
 
 import asyncio
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from engine.runtime.trajectory_service import SMALL_BYTES, PackedTrajectories, Waits, unpacked
 from engine.runtime.wire import GATHER_S
 from engine.states.process import TRAJECTORY_STORE
-from engine.storage.group_codec import pack_group
+from engine.storage.group_codec import pack_group, unpack_group
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
 
@@ -57,18 +57,15 @@ def test_a_process_waits_for_the_store_until_all_its_puts_are_answered() -> None
         runner.run(scene())
 
 
-class NotedBytes(bytes):
-    """Notes the threads that read its length."""
+def test_only_large_groups_are_unpacked_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
 
-    threads: ClassVar[list[int]] = []
+    def noted(data: bytes) -> TrajectoryGroup:
+        threads.append(threading.get_ident())
+        return unpack_group(data)
 
-    def __len__(self) -> int:
-        self.threads.append(threading.get_ident())
-        return super().__len__()
-
-
-def test_only_large_groups_are_unpacked_on_a_thread() -> None:
+    monkeypatch.setattr("engine.runtime.trajectory_service.unpack_group", noted)
     for tokens, own in ((2, True), (SMALL_BYTES, False)):
         group = group_of(tokens)
-        assert asyncio.run(unpacked([NotedBytes(pack_group(group)), group])) == [group, group]
-        assert (NotedBytes.threads[-1] == threading.get_ident()) is own
+        assert asyncio.run(unpacked([pack_group(group), group])) == [group, group]
+        assert (threads[-1] == threading.get_ident()) is own
