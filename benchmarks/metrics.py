@@ -1,7 +1,7 @@
 """The cost of metrics: microseconds per group without them, with them, and with one scrape per second; milliseconds of
 a scrape.
 
-    python benchmarks/metrics.py [--live 1000 1000000]
+    python benchmarks/metrics.py [--live 1000 100000]
     python benchmarks/metrics.py --step
 
 `--step`: milliseconds of CPU time of samples, response figures, health checks and idle accounting in one train step.
@@ -192,7 +192,7 @@ def _cpu_ms(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step", action="store_true", help="only the parts of a train step")
-    parser.add_argument("--live", type=int, nargs="+", default=[1_000, 1_000_000])
+    parser.add_argument("--live", type=int, nargs="+", default=[1_000, 100_000])
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()

@@ -358,7 +358,6 @@ class RunMetrics:
     # counting
 
     def _run_resumed(self, event: RunResumed) -> None:
-        self.groups.begin()
         self.finished_at = self.checkpoint_at = event.at
 
     def _checkpoint_saved(self, event: CheckpointSaved) -> None:

@@ -167,20 +167,16 @@ class GroupCounts:
     def __init__(self, state: State) -> None:
         self._state = state
         self._live = (*LIVE_GROUP_STATES, *state.groups.stages.by_name)
-        self.begin()
-
-    def begin(self) -> None:
-        """Visit all groups. Call it again after a resume, which changes states of groups without triggers."""
-        counts = Counter(group.state for group in self._state.groups.live.values())
-        self._before = {state: counts[state] - self._net(state) for state in self._live}
-        """Groups by present state, minus what the moves count already."""
-        self._drawn_before = self._state.groups.ledger.drawn
 
     def by_state(self) -> dict[str, int]:
         """Number of groups that have not ended, by state."""
-        counts = {state: self._before[state] + self._net(state) for state in self._live}
-        counts["queued"] += self._state.groups.ledger.drawn - self._drawn_before
-        return {state: max(0, count) for state, count in counts.items()}
+        counts = Counter(group.state for group in list(self._state.groups.live.values()))
+        return {state: counts[state] for state in self._live}
+
+    def oldest_started_at(self) -> float | None:
+        """When the oldest started group began that is not in a batch; None if there is none."""
+        live = list(self._state.groups.live.values())
+        return min((group.started_at for group in live if group.state not in ("queued", "batched")), default=None)
 
     def by_final_state(self) -> dict[str, int]:
         """Number of groups by final state, without those that ended after the point where a resumed run continues.
@@ -193,37 +189,3 @@ class GroupCounts:
             counts[state] -= share
             undone -= share
         return {"consumed": ledger.consumed, **counts}
-
-    def _net(self, state: str) -> int:
-        """Moves of groups into a state, minus those out of it."""
-        moves = list(self._state.moves.items())
-        return sum(n * ((to == state) - (source == state)) for (name, source, to), n in moves if name == "group")
-
-
-BEHIND = 64
-"""Number of groups that are checked after the oldest one: a group drawn later may have started earlier."""
-AT_ONCE = 20_000
-
-
-class OldestGroup:
-    """Finds the oldest started group that is not in a batch, nearly always exactly. A search continues where the last
-    one ended, because until the run branches, a group that is in a batch or has ended never returns."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._first = 0
-        self._branch = 0
-
-    def started_at(self) -> float | None:
-        """When the oldest such group started; None if there is none."""
-        groups, drawn = self._state.groups.live, self._state.groups.ledger.drawn
-        branch = self._state.recoveries["branched"]
-        if branch != self._branch:
-            self._first, self._branch = 0, branch
-        for id in range(self._first, min(drawn, self._first + AT_ONCE)):
-            self._first = id
-            group = groups.get(id)
-            if group is not None and group.state != "batched":
-                break
-        near = [groups.get(id) for id in range(self._first, min(drawn, self._first + BEHIND))]
-        return min((g.started_at for g in near if g is not None and g.state not in ("queued", "batched")), default=None)

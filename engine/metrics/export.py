@@ -1,8 +1,7 @@
 """Exports the figures of `RunMetrics` to Prometheus, in a separate registry, at each scrape.
 
-The exporter reads counters and sizes only, so a scrape costs the same for any number of groups. It runs on the server's
-thread and never iterates over what the scheduler changes. It exports exactly the names of `names.py`, but those marked
-`run directory` or `Ray` only if the run has one.
+It runs on the server's thread and never iterates over what the scheduler changes, but over copies. It exports exactly
+the names of `names.py`, but those marked `run directory` or `Ray` only if the run has one.
 """
 
 import shutil
@@ -21,7 +20,7 @@ from prometheus_client.registry import Collector
 from engine.events import CacheMeasured
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import Histogram, OldestGroup
+from engine.metrics.counts import Histogram
 from engine.metrics.health import ALL_CHECKS, run_findings
 from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_STATES, REQUESTS, Metric
 from engine.metrics.status import draining_s, replicas_wanted, undisturbed
@@ -59,7 +58,6 @@ class Exporter(Collector):
     def __init__(self, metrics: RunMetrics, around: ExternalFigures | None = None) -> None:
         self._metrics = metrics
         self._around = around or ExternalFigures()
-        self._oldest = OldestGroup(metrics.state)
         self._read = (
             self._of_the_scheduler()
             | self._of_progress()
@@ -318,7 +316,7 @@ class Exporter(Collector):
         ]
 
     def _oldest_group_age(self) -> Samples:
-        started_at = self._oldest.started_at()
+        started_at = self._metrics.groups.oldest_started_at()
         return _one(0.0 if started_at is None else max(0.0, self._now() - started_at))
 
 

@@ -165,8 +165,7 @@ def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
     assert busy_s > 20
 
 
-def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
-    """More are in a batch than are looked at behind the oldest."""
+def test_the_oldest_group_is_one_that_is_in_no_batch() -> None:
     world = steady_world(
         steps=None, batch=80, stale=2, workers=240, slots=120, lengths=lambda group: 1 + (group * 7) % 5
     )
