@@ -6,6 +6,7 @@ start fast.
 """
 
 import argparse
+import asyncio
 import json
 import logging
 import sys
@@ -301,8 +302,8 @@ def _number(text: str) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
-    from engine.protocols.user_code import off_the_main_thread
     from engine.storage.checkpoints import check_first_checkpoint
+    from engine.workers.threads import OneThread
 
     require_versions()
     config, lines = running.read_config(arguments)
@@ -310,9 +311,11 @@ def _check(arguments: argparse.Namespace) -> int:
     shorten_temporary_paths()
     for line in lines:
         print(visible(line))
-    found = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)
-    for line in off_the_main_thread(chain(_proof(config), found)):
+    inputs = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)
+    thread, found = OneThread("check"), chain(_proof(config), inputs)  # no run calls user code on the main thread
+    while (line := asyncio.run(thread.call(next, found, None))) is not None:
         print(visible(line), flush=True)
+    thread.abandon()
     if config.model.checkpoint_path is not None:
         check_first_checkpoint(Path(config.model.checkpoint_path))
     return DONE

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,27 +61,6 @@ def _is_ours(error: BaseException) -> bool:
     except RuntimeError:
         return True
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def off_the_main_thread(lines: Iterator[Value]) -> Iterator[Value]:
-    """The same lines, made on another thread: a run calls the user's code there, where Python takes no signals. Raises:
-    what `lines` raises."""
-    made: SimpleQueue[Value | None] = SimpleQueue()
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for line in lines:
-                made.put(line)
-        except BaseException as error:
-            raised.append(error)
-        made.put(None)
-
-    Thread(target=work, name="check", daemon=True).start()
-    while (line := made.get()) is not None:
-        yield line
-    if raised:
-        raise raised[0]
 
 
 def stack_of(thread: Thread) -> str:
