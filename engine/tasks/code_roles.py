@@ -231,7 +231,7 @@ def run_tests(plan: dict[str, Any], channel: Any) -> Any:
     solution.__getattr__ = response.find
     sys.modules["solution"] = solution
     MAKERS["stream"] = response.items
-    scope[IN_PLACE] = lambda function: getattr(function, "in_place", function)
+    scope[IN_PLACE] = lambda function: getattr(function, "__dict__", {}).get("in_place", function)
     return _verdict(plan.pop("sign"), _execute(ast.fix_missing_locations(tree), scope), response)
 
 
@@ -250,9 +250,11 @@ def _verdict(sign: str, tests: object, response: Any) -> Any:
 
 
 def _execute(tree: ast.Module, scope: dict[str, Any]) -> object:
-    """Run tests, then the functions in them that pytest would find and that need no arguments."""
+    """Run tests, then the functions in them that pytest would find, that need no arguments and that they do not use."""
     exec(compile(tree, "tests.py", "exec"), scope)
-    functions = [found for name, found in scope.items() if name.startswith("test") and hasattr(found, "__code__")]
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names = [name for name in scope if name.startswith("test") and name not in used]
+    functions = [scope[name] for name in names if hasattr(scope[name], "__code__")]
     return [one() for one in functions if one.__code__.co_filename == "tests.py" and not one.__code__.co_argcount]
 
 

@@ -30,7 +30,8 @@ TASKS: dict[str, tuple[str, Any]] = {
     ),
     "in place": (
         "def turn(rows):\n rows.reverse()\n rows[0].clear()\n return rows",
-        "rows, names = [[1], [2]], {'a': 1}\nturn(rows)\nassert rows == [[], [1]]",
+        "from unittest.mock import Mock\nrows, mock = [[1], [2]], Mock()\nturn(rows)\nassert rows == [[], [1]]\n"
+        "mock(rows)\nmock.assert_called_once_with([[], [1]])",
     ),
     "endless": (
         "def count(xs):\n while True: yield from xs",
@@ -41,6 +42,10 @@ TASKS: dict[str, tuple[str, Any]] = {
         "from solution import add\ndef test_add(): assert add(1, 2) == 3",
     ),
     "measured": ("def pair(a): return [a, a]", "from solution import pair\nassert len(pair(1)) == 2"),
+    "called by the test": (
+        "def shorten(xs): xs.pop()",
+        "xs = [1, 2]\ndef test_shorten():\n shorten(xs)\n assert xs == [1]\ntest_shorten()",
+    ),
     "long": ("print('12345678\\n' * 200_000)", {"input": "", "output": "12345678\n" * 200_000}),
 }  # fmt: skip
 """For each task an honest program, and the tests."""
