@@ -36,7 +36,7 @@ from engine.ids import GroupId
 from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import SentOrder, Stores
-from engine.runtime.prompt_sources import PromptHangs, Prompts, draw_prompts, read_prompt_in_time
+from engine.runtime.prompt_sources import CountedPrompts, Prompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
 from engine.states.limits import QUEUED
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -44,7 +44,7 @@ from engine.trajectory import Prompt
 from engine.workers.clock import Timers
 from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import held_out_group
-from engine.workers.threads import OneThread
+from engine.workers.threads import CallHangs, OneThread
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class RunExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         """Open draws and calls to the stores."""
         self._source = OneThread("prompts")
+        self._reader = OneThread("prompt")
         self._timers = Timers(post)
         self.calls = 0
         """Number of messages sent to processes."""
@@ -130,6 +131,7 @@ class RunExecutor:
     def close(self) -> None:
         self._timers.close()
         self._source.abandon()
+        self._reader.abandon()
         for task in self._tasks:
             task.cancel()
 
@@ -179,13 +181,18 @@ class RunExecutor:
         that hangs stops the run, and is asked no more."""
         if self._prompts_hang:
             return "its source hangs"
+        limit_s = self._limit_of_prompt()
         try:
-            prompt = read_prompt_in_time(self._prompts, group, self._limit_of_prompt())
+            if isinstance(self._prompts, CountedPrompts):
+                prompt = read_prompt(self._prompts, group)
+            else:  # the source is the user's: it may block
+                prompt = self._reader.wait_for(limit_s, read_prompt, self._prompts, group)
             self._check(prompt)
-        except PromptHangs as error:
+        except CallHangs:
             self._prompts_hang = True
-            self._post(StopRequested(reason=str(error)))
-            return str(error)
+            reason = f"{type(self._prompts).__name__}.prompt({group}) exceeded {limit_s:g} s (timeouts.draw_s)"
+            self._post(StopRequested(reason=reason))
+            return reason
         except Exception as error:
             return f"its prompt cannot be read: {reason_of(error)}"
         return prompt

@@ -6,9 +6,7 @@ of a `tasks.mixture.Mixture`. If that learns from the run, it reads the record, 
 """
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -182,28 +180,6 @@ def _descriptions(prompts: Prompts, groups: Sequence[GroupId], columns: Sequence
 def read_prompt(prompts: Prompts, group: GroupId) -> Prompt:
     """The prompt of a group. Raises: `DataFailure` if it is not a valid `Prompt`, and what the source raises."""
     return contained(_checked_prompt, prompts, group)
-
-
-class PromptHangs(EngineError):
-    """A source has not returned a prompt in time."""
-
-
-def read_prompt_in_time(prompts: Prompts, group: GroupId, limit_s: float | None) -> Prompt:
-    """`read_prompt`, on a thread if the source is the user's: it may block. Raises: `PromptHangs` after `limit_s`."""
-    if isinstance(prompts, CountedPrompts):
-        return read_prompt(prompts, group)
-    read: Future[Prompt] = Future()
-
-    def work() -> None:
-        try:
-            read.set_result(read_prompt(prompts, group))
-        except Exception as error:
-            read.set_exception(error)
-
-    threading.Thread(target=work, name="prompt", daemon=True).start()
-    if not wait([read], limit_s).done:
-        raise PromptHangs(f"{type(prompts).__name__}.prompt({group}) exceeded {limit_s:g} s (timeouts.draw_s)")
-    return read.result()
 
 
 def _checked_draw(prompts: Prompts, first: GroupId, most: int) -> tuple[int, bool]:

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +38,10 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
         raise RuntimeError(f"{name} raised {describe_error(error)}") from error
     finally:
         end_if_forked(process)
+
+
+class CallHangs(Exception):
+    """A call on a thread has not returned in time."""
 
 
 class OneThread:
@@ -78,11 +82,30 @@ class OneThread:
             with suppress(RuntimeError):  # the loop is closed, so nothing awaits the outcome
                 loop.call_soon_threadsafe(how, done, outcome)
 
+        self._put(work)
+        return await done
+
+    def wait_for(self, limit_s: float | None, function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
+        """The result of `function`, `contained` on the thread; the caller's thread waits. Raises: `CallHangs` after
+        `limit_s`."""
+        done: Future[Value] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(contained(function, *args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._put(work)
+        if not wait([done], limit_s).done:
+            raise CallHangs
+        return done.result()
+
+    def _put(self, work: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
             self._thread.start()
         self._calls.put(work)
-        return await done
 
     async def close(self) -> None:
         """Return once all earlier calls have ended."""

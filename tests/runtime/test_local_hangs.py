@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from test_local_runs import Steady
@@ -244,3 +244,20 @@ def test_a_prompt_that_is_never_returned_stops_the_run_with_its_limit(freed: thr
     result = run(limited("draw_s"), prompts=Source())
     assert (result.outcome, result.reason) == ("stopped", "Source.prompt(1) exceeded 0.2 s (timeouts.draw_s)")
     assert result.groups["failed"] == 0, "so that a resume reads it again"
+
+
+def test_every_prompt_is_read_on_one_thread() -> None:
+    """A source may have a connection to a database, which only the thread that made it can use."""
+
+    class Source:
+        threads: ClassVar[set[int]] = set()
+
+        def draw(self, first: int, count: int) -> tuple[int, bool]:
+            return count, False
+
+        def prompt(self, group: int) -> Prompt:
+            self.threads.add(threading.get_ident())
+            return Prompt(row=group, text="question")
+
+    run(prompts=Source())
+    assert len(Source.threads) == 1 and threading.get_ident() not in Source.threads
