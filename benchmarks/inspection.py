@@ -70,9 +70,9 @@ def main() -> None:
         history = timed("read it again", lambda: read_history(directory))
         print(f"{history.events} events in {history.ticks} ticks, {len(history.attempts)} attempts")
         timeline = timed("make the timeline", lambda: timeline_of(history))
-        timed("write the trace", lambda: write_perfetto(timeline, directory / "trace.pftrace"))
+        timed("write the trace", lambda: write_perfetto(timeline, directory / "trace.json"))
         page = timed("write the report", lambda: report_html(timeline))
-        trace = (directory / "trace.pftrace").stat().st_size
+        trace = (directory / "trace.json").stat().st_size
         print(f"trace {trace / 1e6:.1f} MB, report {len(page) / 1e6:.1f} MB")
 
 

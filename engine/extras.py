@@ -19,7 +19,7 @@ EXTRAS = {
     **dict.fromkeys(
         ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "pyarrow", "numpy", "peft"), "train"
     ),
-    **dict.fromkeys(("textual", "shtab", "perfetto", "opentelemetry"), "inspect"),
+    **dict.fromkeys(("textual", "shtab"), "inspect"),
 }
 """The extra that installs each optional package."""
 FOR_RUNS = ("ray", "train")

@@ -16,7 +16,6 @@ from file_limits import largest_file
 from engine import cli
 from engine.config import load_config
 from engine.extras import EXTRAS, FOR_RUNS, install_command
-from engine.inspect import timeline_files
 
 ROOT = Path(__file__).resolve().parent.parent
 Capture = pytest.CaptureFixture[str]
@@ -87,7 +86,7 @@ def test_the_files_and_commands_of_the_tutorial_work(capsys: Capture, monkeypatc
 @pytest.mark.parametrize("file", ["Makefile", "docs/TUTORIAL.md"])
 def test_a_newcomer_gets_the_packages_of_every_command_that_reads_a_run(file: str) -> None:
     (extras,) = re.findall(r"-c constraints\.txt -e '\.\[(ray,.*?)\]'", (ROOT / file).read_text(encoding="utf-8"))
-    reading = {EXTRAS[package] for package in (*timeline_files.PACKAGES.values(), "textual", "pyarrow")}
+    reading = {EXTRAS[package] for package in ("textual", "pyarrow")}
     assert {*FOR_RUNS, *reading} == {*extras.split(",")}
     listed = re.search(r" -c \S*constraints\.txt -e \S*\[inspect\]", install_command("inspect"))
     assert listed, "the versions of the clone"

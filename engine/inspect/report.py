@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib.resources import files
 from typing import Any
 
@@ -22,7 +22,6 @@ from engine.errors import visible
 from engine.errors.redaction import without_secrets
 from engine.inspect.history import FATES, History
 from engine.inspect.timeline import Timeline
-from engine.inspect.timeline_files import began_at
 from engine.metrics.health import failed_responses
 from engine.metrics.journal import FAILED_SHARE, plain
 from engine.reward_histogram import HISTOGRAMS, REWARD
@@ -308,11 +307,18 @@ def _config(history: History) -> str:
     return f"<pre>{_as_html(text)}</pre>" + (f"<h3>Changed during the run</h3><ul>{changes}</ul>" if changes else "")
 
 
+def _began(run: str) -> str:
+    """When a run began, from its id."""
+    try:
+        return f"{datetime.strptime(run[:15], '%Y%m%d-%H%M%S'):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:
+        return "unknown"
+
+
 def _versions(history: History) -> str:
-    began = began_at(history.run)
     facts = {
         "run": history.run,
-        "began": f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC" if began else "unknown",
+        "began": _began(history.run),
         "engine of the run": history.code or "unknown", "engine of this report": __version__,
     }  # fmt: skip
     return _facts(facts)
