@@ -5,7 +5,7 @@ named. A problem is a text in which `WHERE` stands for what was judged. It must 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,14 @@ def number_in(value: Any) -> float | str:
             return f"{value!r:.80} of type {type(value).__name__}"
         return f"a {type(value).__name__}"
     return str(float(value))
+
+
+def listed(values: Iterable[Any]) -> list[Any]:
+    """Values in their order. Raises: `TypeError` for a mapping, whose items are names, a set, which has no order, and
+    what is no collection."""
+    if isinstance(values, Mapping | Set):
+        raise TypeError(f"a {type(values).__name__} has no order of values")
+    return list(values)
 
 
 def name_problem(name: Any) -> str:
@@ -93,7 +101,7 @@ def result_in(returned: RolloutReturn) -> RolloutResult | str:
     if isinstance(figures, str):
         return figures
     try:
-        given = [result.reward, *result.turn_rewards]
+        given = [result.reward, *listed(result.turn_rewards)]
     except TypeError:
         return f"turn_rewards as a {type(result.turn_rewards).__name__} WHERE, not as a list"
     rewards = [None if one is None else number_in(one) for one in given]

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, DataFailure, RewardFailure, choice, counted
-from engine.protocols.user_values import figures_in, number_in
+from engine.protocols.user_values import figures_in, listed, number_in
 from engine.tasks.rewards import check_signature
 from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
 
@@ -209,7 +209,7 @@ def checked_values(
     Raises: `RewardFailure` for another number of values than of responses.
     """
     try:
-        values = [found] if form == "response" else list(found)
+        values = [found] if form == "response" else listed(found)
     except TypeError:
         raise RewardFailure(f"returned a {type(found).__name__}, not a list with a value for each response") from None
     if len(values) != len(trajectories):
@@ -231,7 +231,7 @@ def _value_in(unit: Unit, optional: bool, value: Any, trajectory: Trajectory) ->
         return NoAnswer(number) if isinstance(value, NoAnswer) else Scored(number, figures) if figures else number
     wanted = f"one finite number for each {unit}" + (", or None" if optional else "")
     try:
-        numbers = [number_in(one) for one in value]
+        numbers = [number_in(one) for one in listed(value)]
     except TypeError:
         return f"{value!r:.80} of type {type(value).__name__} WHERE, not {wanted}"
     odd = next((number for number in numbers if isinstance(number, str)), None)

@@ -138,6 +138,7 @@ def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
     [
         (lambda prompt, trajectories: [1.0], {}, r"tests\.function returned 1 value for 2 responses on prompt row 4"),
         (lambda prompt, trajectories: 1.0, {}, "returned a float, not a list with a value for each response on prompt"),
+        (lambda prompt, trajectories: {0: 0.5, 1: 0.7}, {}, "returned a dict, not a list with"),
         (lambda prompt, trajectories: [1.0, "x"], {}, "returned 'x' of type str on prompt row 4, not a finite number"),
         (
             lambda prompt, trajectory: [1.0],
@@ -150,6 +151,7 @@ def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
             "returned 1.0 of type float on prompt row 4, not one finite",
         ),
         (lambda prompt, trajectory: [1.0, None], {"unit": "token"}, "returned a list with None on"),
+        (lambda prompt, trajectory: {0.5, 1.0}, {"unit": "token"}, "of type set on prompt row 4, not one"),
     ],
 )
 def test_a_wrong_number_of_values_is_named(function: Callable[..., Any], settings: Any, story: str) -> None:
