@@ -15,7 +15,7 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.health import HealthFinding, run_findings
 from engine.metrics.journal import plain
 from engine.metrics.waits import agent_wait, inspected, limit_wait, reward_wait, start_text, waits
-from engine.states.process import TRAINER
+from engine.states.process import POOL_TAKEN, TRAINER
 from engine.states.state import State
 
 
@@ -304,7 +304,8 @@ def _trainer_now(metrics: RunMetrics) -> str:
     formed = training.training_step
     if idle.trainer_cause == "restarting" and idle.trainer_task is None:
         order = state.orders.find("start", (TRAINER, 0))
-        return "the trainer is " + ("being stopped" if order is None else start_text(order, state))
+        waits = f"waiting for room: {POOL_TAKEN}" if state.process(TRAINER, 0).no_room else "being stopped"
+        return "the trainer is " + (waits if order is None else start_text(order, state))
     if idle.trainer_task is not None and formed is not None:
         return f"{idle.trainer_task} step {formed.id} on {counted(len(formed.groups), 'group')}"
     cause = idle.trainer_cause

@@ -8,7 +8,7 @@ from typing import Any
 from engine.commands import StartProcess, StopProcess
 from engine.scheduling.core import Core
 from engine.scheduling.issued_commands import MOST_STARTS
-from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, Process
+from engine.states.process import ADDED_STATES, POOL_TAKEN, REPLICA, SCORER, TRAINER, Process
 
 REASON_LENGTH = 1000
 """Maximum length of a reason in an order, in characters."""
@@ -40,15 +40,29 @@ def continue_launch(core: Core) -> None:
 
 
 def start_process(core: Core, process: Process, **beginning: Any) -> None:
-    """Start the next incarnation of a process. `beginning`: a trainer's starting point, as fields of
-    `StartProcess`."""
-    delay_s = 0.0
+    """Start the next incarnation of a process. One that takes turns waits until its pool has room. `beginning`: a
+    trainer's starting point, as fields of `StartProcess`."""
+    process.delay_s = 0.0
     if process.state == "starting" and process.deaths:  # give the cause of the failed start time to pass
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(process.deaths - 1, 10))
+        process.delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(process.deaths - 1, 10))
     core.state.fire_process(process, "start" if process.state == "gone" else "restart")
     process.incarnation += 1
-    process.excused, process.no_room = False, ""
-    core.orders.add(StartProcess(**process.address(), delay_s=delay_s, **beginning))
+    process.excused, process.no_room = False, POOL_TAKEN if _takes_turns(core, process) else ""
+    if not process.no_room:
+        order_start(core, process, **beginning)
+
+
+def order_start(core: Core, process: Process, **beginning: Any) -> None:
+    """Order the start of a process that has room."""
+    process.no_room = ""
+    core.orders.add(StartProcess(**process.address(), delay_s=process.delay_s, **beginning))
+
+
+def _takes_turns(core: Core, process: Process) -> bool:
+    """Whether a process starts where rollout and a task of the trainer take turns. The launch starts all at once."""
+    if process.kind == REPLICA and core.state.pools.of_replica(process.index) is not None:
+        return core.state.process(TRAINER, 0).state != "gone"
+    return process.kind == TRAINER and core.state.pools.of("train").shared
 
 
 def stop_process(core: Core, process: Process, reason: str, *, hung: bool = False) -> None:
@@ -56,6 +70,7 @@ def stop_process(core: Core, process: Process, reason: str, *, hung: bool = Fals
     if process.state not in ("starting", "up"):
         return
     core.state.fire_process(process, "stop")
+    process.no_room = ""
     core.state.orders.withdraw("start", (process.kind, process.index))
     core.orders.add(StopProcess(**process.address(), reason=reason[:REASON_LENGTH], hung=hung))
 

@@ -2,15 +2,17 @@
 
 Called by `scheduler.py` in every tick that may have changed a step, a replica or a version. A task of the trainer
 holds one lease, granted when its inputs exist, earliest step first. Replicas in the same pool sleep meanwhile, and wake
-once no formed step needs the pool.
+once no formed step needs the pool. They also sleep while the trainer starts there, and start when they could wake.
 """
 
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch
 from engine.ids import NO_VERSION, StepId
 from engine.scheduling.core import Core
 from engine.scheduling.inspections import train_or_inspect
+from engine.scheduling.lifetimes import order_start
 from engine.states.limits import SCORING
 from engine.states.pool import ROLLOUT, PoolLease
+from engine.states.process import POOL_TAKEN, TRAINER
 from engine.states.replica import GONE, Replica
 from engine.states.step import Step
 
@@ -34,15 +36,18 @@ def lease_pools(core: Core) -> None:
 
 
 def _sleep_or_wake_replicas(core: Core, lease: PoolLease) -> None:
-    """Lease a shared pool to rollout unless a formed step needs it. A replica that joins meanwhile sleeps too."""
-    if not lease.task and not _needed(core, lease):
+    """Lease a shared pool to rollout unless it is needed. A replica that joins meanwhile sleeps too."""
+    starts = _trainer_starts(core, lease)
+    if starts and lease.task == ROLLOUT:
+        _make_room(core, lease)
+    elif not lease.task and not _needed(core, lease):
         core.state.lease(lease, ROLLOUT)
-    wanted = lease.task == ROLLOUT and any(
+    wanted = starts or any(
         core.state.pools.of(task) is lease and _inputs_exist(core, step, task)
         for step in core.state.training.formed_steps
         for task in _tasks_left(core, step)
     )
-    lease.wanted = wanted
+    lease.wanted = lease.task == ROLLOUT and wanted
     if lease.task != ROLLOUT:
         _send_all_to_sleep(core, lease)
     elif not lease.wanted and not core.state.ending.draining:
@@ -87,8 +92,8 @@ def _tasks_left(core: Core, step: Step) -> list[str]:
 
 
 def _needed(core: Core, lease: PoolLease) -> bool:
-    """Whether a formed step has a task left for this pool that need not wait for another step."""
-    return any(
+    """Whether the trainer starts there, or a formed step has a task left for it that need not wait for another step."""
+    return _trainer_starts(core, lease) or any(
         core.state.pools.of(task) is lease and (step.id == core.state.training.steps_trained or _needs_no_weights(task))
         for step in core.state.training.formed_steps
         for task in _tasks_left(core, step)
@@ -114,19 +119,30 @@ def _synced(core: Core) -> bool:
     )
 
 
+def _trainer_starts(core: Core, lease: PoolLease) -> bool:
+    """Whether the trainer is to start in a pool. It takes its GPU while it loads and repeats steps."""
+    return lease is core.state.pools.of(TRAIN) and core.state.process(TRAINER, 0).coming
+
+
+def is_empty(core: Core, lease: PoolLease) -> bool:
+    """Whether every replica of a pool is out of the way."""
+    return all(
+        replica.state in OUT_OF_THE_WAY and replica.process.state != "stopping" and not replica.process.loads
+        for replica in _replicas_of(core, lease)
+    )
+
+
 def _make_room(core: Core, lease: PoolLease) -> bool:
     """Whether a pool is free for a task. Sends its replicas to sleep first, unless one of them is starting."""
-    replicas = _replicas_of(core, lease)
     if not lease.shared:
         return True
-    if any(replica.process.loads for replica in replicas):
+    if any(replica.process.loads for replica in _replicas_of(core, lease)):
         return False  # the others sample meanwhile
     _send_all_to_sleep(core, lease)
-    if any(replica.process.state == "stopping" or replica.state not in OUT_OF_THE_WAY for replica in replicas):
-        return False
-    if lease.task == ROLLOUT:
+    empty = is_empty(core, lease)
+    if empty and lease.task == ROLLOUT:
         core.state.give_back(lease)
-    return True
+    return empty
 
 
 def _replicas_of(core: Core, lease: PoolLease) -> list[Replica]:
@@ -165,9 +181,12 @@ def send_to_sleep(core: Core, replica: Replica) -> None:
 
 
 def _wake_replicas(core: Core, lease: PoolLease) -> None:
-    """Wake sleeping replicas; one with older weights installs the newest first, once they are staged."""
+    """Start replicas that wait for the pool, and wake sleeping ones; one with older weights installs the newest first,
+    once they are staged."""
     for replica in _replicas_of(core, lease):
         target = core.state.target_of(replica)
+        if replica.process.no_room == POOL_TAKEN:
+            order_start(core, replica.process)
         if replica.state != "asleep":
             continue
         if replica.version >= target:

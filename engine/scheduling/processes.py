@@ -5,6 +5,8 @@ those that exceeded their limits. A store or the gateway cannot be replaced
 while the run continues: the run stops, and begins again from its record.
 """
 
+from msgspec.structs import replace
+
 from engine.commands import EnterState, InspectStep, PublishWeights, SaveCheckpoint, ScoreBatch, StopProcess, TrainStep
 from engine.events import (
     CacheMeasured,
@@ -17,7 +19,8 @@ from engine.events import (
 )
 from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica
-from engine.scheduling.lifetimes import launch_replicas, may_restart, reset_process, start_process
+from engine.scheduling.lifetimes import launch_replicas, may_restart, order_start, reset_process, start_process
+from engine.scheduling.pools import is_empty
 from engine.scheduling.steps import (
     beginning_of_trainer,
     delete_checkpoints,
@@ -34,9 +37,9 @@ from engine.scheduling.weights import join_replica, note_none_left
 from engine.scheduling.work_times import mark
 from engine.states.limits import SCORING
 from engine.states.orders import Order
-from engine.states.pool import ROLLOUT
 from engine.states.process import (
     ADDED_STATES,
+    POOL_TAKEN,
     REPLICA,
     SCORER,
     TRAINER,
@@ -137,6 +140,18 @@ def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
     return process
 
 
+def start_trainer_in_turn(core: Core) -> None:
+    """Start a trainer that waits for its pool, and repeat what was ordered of it meanwhile, because nobody has it."""
+    process = core.state.process(TRAINER, 0)
+    if process.no_room == POOL_TAKEN and is_empty(core, core.state.pools.of("train")):
+        waiting = core.state.orders.owned(TRAINER)
+        beginning = beginning_of_trainer(core)
+        assert beginning is not None  # what it begins with is kept while it waits
+        order_start(core, process, **beginning)
+        for order in waiting:
+            core.orders.add(replace(order.command, cause=-1))
+
+
 # kinds
 
 
@@ -151,16 +166,10 @@ def _lose_replica(core: Core, process: Process, event: ProcessLost) -> None:
 def _restart_or_end(core: Core, process: Process, event: ProcessLost) -> None:
     """Start a lost process again if it is wanted and its budget allows; else end it."""
     ends = event.final or not process.wanted
-    if not ends and (process.excused or may_restart(core, process) or _waits_for_pool(core, process)):
+    if not ends and (process.excused or may_restart(core, process)):
         start_process(core, process)
     else:
         _end_process(core, process, event.reason)
-
-
-def _waits_for_pool(core: Core, process: Process) -> bool:
-    """Whether a task of the trainer has the GPU of a replica, which may fail to start for as long as the task takes."""
-    lease = core.state.pools.of_replica(process.index)
-    return lease is not None and lease.task not in ("", ROLLOUT)
 
 
 def _end_process(core: Core, process: Process, reason: str) -> None:

@@ -4,6 +4,7 @@ from engine.scheduling.core import Core
 from engine.scheduling.departures import drain_replicas
 from engine.scheduling.groups import order_stage_work, start_groups
 from engine.scheduling.pools import lease_pools
+from engine.scheduling.processes import start_trainer_in_turn
 from engine.scheduling.steps import form_batches, set_deadline_timer
 from engine.scheduling.stragglers import move_groups_off_slow_replicas
 from engine.scheduling.validation import reserve_replicas, send_rows
@@ -18,6 +19,7 @@ def assign_replicas_and_weights(core: Core) -> None:
     with core.orders.because(core.orders.changed_by):
         drain_replicas(core)
         reserve_replicas(core)
+        start_trainer_in_turn(core)
         lease_pools(core)
         sync_weights(core)
     core.state.changed = False

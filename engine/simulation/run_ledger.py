@@ -186,14 +186,21 @@ class RunLedger:
         stored = not self.books.open["publish"] and self.books.inspected is None
         self._expect(stored, "a step is trained while weights are published", command)
 
-    def works_in_a_free_pool(self, command: c.TrainStep | c.ScoreBatch) -> None:
-        """At most one task has a pool: nothing else is scored or trained there, and its replicas are out of the way."""
-        books, task = self.books, command.task if isinstance(command, c.ScoreBatch) else "train"
-        pool, own = self._pool_of(task), (command.step, task)
+    def works_in_a_free_pool(self, command: Any) -> None:
+        """At most one has a pool: a task, the trainer or a replica that starts there, or the replicas that sample."""
+        books, own = self.books, (getattr(command, "step", None), getattr(command, "task", "train"))
+        kind = command.kind if isinstance(command, c.StartProcess) else ""
+        index = command.index if kind == "replica" else getattr(command, "replica", None)
+        of_replica = (pool for pool in books.limits.pools if index in pool.replicas and "rollout" in pool.tasks)
+        pool = self._pool_of(own[1]) if index is None else next(of_replica, None)
+        if kind not in ("", "replica", "trainer") or (index is not None and pool is None):
+            return
         ordered = [*books.open["score"], *((step, "train") for (step,) in books.open["train"])]
-        there = [other for other in ordered if other != own and self._pool_of(other[1]) is pool]
-        if pool is not None and "rollout" in pool.tasks:
+        there: list[Any] = [other for other in ordered if other != own and self._pool_of(other[1]) is pool]
+        if index is None and pool is not None and "rollout" in pool.tasks:
             there += [("replica", index) for index in pool.replicas if not books.out_of_the_way(index)]
+        elif index is not None and pool is self._pool_of("train") and books.process("trainer").stage == "starting":
+            there.append("trainer")
         self._expect(not there, f"two tasks have one pool: {there} work there", command)
 
     def _pool_of(self, task: str) -> Pool | None:
@@ -367,8 +374,10 @@ class RunLedger:
 
 Law = Callable[[RunLedger, Any], None]
 LAWS: dict[type[c.Command], tuple[Law, ...]] = {
-    c.StartGroup: (RunLedger.starts_in_its_place,),
-    c.ResumeGroup: (RunLedger.starts_in_its_place,),
+    c.StartGroup: (RunLedger.starts_in_its_place, RunLedger.works_in_a_free_pool),
+    c.ResumeGroup: (RunLedger.starts_in_its_place, RunLedger.works_in_a_free_pool),
+    c.MeasureRows: (RunLedger.works_in_a_free_pool,),
+    c.InstallWeights: (RunLedger.works_in_a_free_pool,),
     c.ParkGroup: (RunLedger.cuts_only_what_is_late,),
     c.TruncateGroup: (RunLedger.truncates_only_stragglers,),
     c.DiscardGroups: (RunLedger.discards_what_is_over,),
@@ -384,7 +393,9 @@ LAWS: dict[type[c.Command], tuple[Law, ...]] = {
     c.RetireWeights: (RunLedger.retires_what_is_unused,),
     c.DeleteCheckpoint: (RunLedger.deletes_what_is_not_kept,),
     c.ProbeProcess: (RunLedger.probes_only_what_is_late,),
-    c.StartProcess: (RunLedger.begins_where_no_step_is_lost, RunLedger.waits_after_a_failed_start),
+    c.StartProcess: (
+        RunLedger.begins_where_no_step_is_lost, RunLedger.waits_after_a_failed_start, RunLedger.works_in_a_free_pool,
+    ),
     c.FinishRun: (RunLedger.finishes_with_everything_done, RunLedger.drains_to_a_checkpoint),
 }  # fmt: skip
 """The laws about each command, which are judged before it is entered."""

@@ -16,6 +16,7 @@ from engine.states.limits import PUBLISHING, SCORING
 from engine.states.machine import Phase
 from engine.states.orders import LIMIT, stage_owner
 from engine.states.pool import ROLLOUT
+from engine.states.process import POOL_TAKEN
 from engine.states.state import State
 
 
@@ -225,10 +226,10 @@ def _check_inspections(state: State) -> None:
 
 
 def check_processes(state: State) -> None:
-    """Law 10: a process that starts or stops was ordered to, and a replica works only while its process is up."""
+    """Law 10: a process that starts or stops was ordered to, or waits; a replica works only while its process is up."""
     processes = [*state.processes.values(), *(replica.process for replica in state.replicas.by_id.values())]
     for subject, there in (("start", "starting"), ("stop", "stopping")):
-        ordered = {(p.kind, p.index) for p in processes if p.state == there}
+        ordered = {(p.kind, p.index) for p in processes if p.state == there and p.no_room != POOL_TAKEN}
         require(state.orders.open(subject).keys() == ordered, "law 10: a process and its order disagree", state=there)
     for replica in state.replicas.by_id.values():
         process = replica.process

@@ -11,6 +11,8 @@ from engine.states.machine import Table, transitions
 
 REPLICA, TRAINER, SCORER, ADDED_STATES = "replica", "trainer", "scorer", "added states"
 TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY = "trajectory store", "weights store", "gateway"
+POOL_TAKEN = "its pool is not free"
+"""Why a process that is to start in a shared pool has no room; its start is not ordered yet."""
 KINDS = (REPLICA, TRAINER, SCORER, ADDED_STATES, TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY)
 """Replicas and scorers are numbered by `index`; there is at most one process of any other kind, with index 0."""
 
@@ -58,10 +60,12 @@ class Process:
     """Another life follows one that has ended."""
     excused: bool = False
     """It ends for no fault of its own, so it costs no restart: it gets no new work, and ends once it has none."""
+    delay_s: float = 0.0
+    """Seconds that its newest life waits before it starts, because the one before could not start."""
     reason: str = ""
     """Why it is to leave."""
     no_room: str = ""
-    """Why the cluster has no room to start it; empty if there is room."""
+    """Why the cluster or its pool has no room to start it; empty if there is room."""
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
     still: float = 0.0
@@ -98,7 +102,7 @@ class Process:
 
     @property
     def loads(self) -> bool:
-        """It starts, and does not wait for room in the cluster: vLLM takes its GPU meanwhile."""
+        """It starts, and does not wait for room: vLLM takes its GPU meanwhile."""
         return self.state == "starting" and not self.no_room
 
     @property

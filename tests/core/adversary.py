@@ -229,6 +229,10 @@ class Adversary(CoreRig):
             )
         elif index in self.replicas and self.replicas[index].incarnation == command.incarnation:
             self.kill(index)
+        elif self.incarnations.get(index, 0) < command.incarnation:  # it waited for its pool
+            self._post(3000)(
+                ProcessLost(kind=kind, index=index, incarnation=command.incarnation, reason=command.reason)
+            )
 
     def _end(self, kind: str, index: int) -> None:
         """What a worker was ordered, and what it is ordered until it starts again, is nobody's."""

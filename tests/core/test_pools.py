@@ -12,7 +12,9 @@ from engine.commands import (
     PublishWeights,
     ResumeGroup,
     ResumeReplica,
+    SaveCheckpoint,
     ScoreBatch,
+    StartProcess,
     TrainStep,
 )
 from engine.errors import ConfigError
@@ -23,6 +25,7 @@ from engine.events import (
     ProcessUp,
     ProcessWaits,
     ReplicaPaused,
+    ReplicasWanted,
     RowsFailed,
     RowsMeasured,
     StepFailed,
@@ -39,6 +42,7 @@ TOGETHER = (Pool(tasks=("rollout", "train", "old_logprobs", "ref_logprobs"), rep
 REFERENCE_APART = (
     Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train", "old_logprobs")), Pool(tasks=("ref_logprobs",)),
 )  # fmt: skip
+TWO_TOGETHER = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
 LENT = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,)))
 
 
@@ -199,26 +203,34 @@ def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
 
 
 def test_training_waits_for_a_starting_replica_only_if_the_replica_has_room() -> None:
-    run = small(TOGETHER)
-    run.finish(0, 1)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    assert not run.ordered(TrainStep), "it takes its GPU before it is up"
-    run.tell(ProcessWaits(kind="replica", index=0, incarnation=2, reason="no room"))
+    run = small(TWO_TOGETHER, replicas=2, slots=2)
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.finish(*run.running_on(0))
+    assert states(run) == ["ready", "down"], "it takes its GPU before it is up"
+    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no room"))
+    sleep(run, 0)
     assert len(run.ordered(TrainStep)) == 1
 
 
+def test_training_does_not_wait_for_a_replica_that_has_not_begun_to_start() -> None:
+    run = small(TOGETHER)
+    run.finish(0, 1)
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    assert len(run.ordered(TrainStep)) == 1 and not run.ordered(StartProcess)
+
+
 def test_training_does_not_wait_for_a_replica_beyond_its_restart_budget() -> None:
-    run = small((Pool(tasks=("rollout", "train"), replicas=(0, 1)),), replicas=2, slots=2, replica_restarts=1)
-    run.finish(*run.running_on(0))
-    sleep(run, 0)
+    run = small(TWO_TOGETHER, replicas=2, slots=2, replica_restarts=1)
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
-    assert not run.ordered(TrainStep)
+    run.finish(*run.running_on(0))
+    assert states(run) == ["ready", "down"]
     run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="it could not be started"))
+    sleep(run, 0)
     assert len(run.ordered(TrainStep)) == 1
 
 
 def test_replicas_sample_while_another_of_their_pool_starts() -> None:
-    run = small((Pool(tasks=("rollout", "train"), replicas=(0, 1)),), replicas=2, slots=2)
+    run = small(TWO_TOGETHER, replicas=2, slots=2)
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     run.finish(*run.running_on(0))
     assert states(run) == ["ready", "down"] and run.running_on(0) and not run.ordered(TrainStep)
@@ -226,45 +238,94 @@ def test_replicas_sample_while_another_of_their_pool_starts() -> None:
     assert states(run) == ["yielding", "yielding"]
 
 
-def test_a_replica_that_cannot_start_while_its_pool_trains_is_started_again() -> None:
+def test_a_replica_that_dies_while_its_pool_trains_starts_once_the_pool_is_free() -> None:
     run = small(TOGETHER, replica_restarts=1)
     run.finish(0, 1)
     sleep(run)
-    assert len(run.ordered(TrainStep)) == 1
-    for incarnation in range(1, 6):
-        run.tell(ProcessLost(kind="replica", index=0, incarnation=incarnation, reason="no memory"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     run.train()
+    assert not run.ordered(StartProcess), "the weights have not left the pool"
     run.publish()
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=6, slots=4, version=0))
+    assert run.ordered(StartProcess)[-1].incarnation == 2
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=1))
     assert states(run) == ["ready"]
 
 
-def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
-    run = small(TOGETHER)
+def test_a_replica_that_leaves_before_its_pool_is_free_never_starts() -> None:
+    run = small(TWO_TOGETHER, replicas=2, slots=2)
+    run.finish(*run.running_on(0))
+    sleep(run, 0)
+    sleep(run, 1)
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ReplicasWanted(replicas=1))
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="it was stopped"))
+    run.train()
+    run.publish()
+    assert not run.ordered(StartProcess)
+
+
+def test_a_trainer_starts_while_the_replicas_of_its_pool_sleep() -> None:
+    run = small(TOGETHER, checkpoint_every=5, keeps_batches=True)
     run.finish(0, 1)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    run.tell(ProcessWaits(kind="replica", index=0, incarnation=2, reason="no room"))
-    assert len(run.ordered(TrainStep)) == 1
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
-    assert states(run) == ["yielding"] and not run.running()
-    run.tell(ReplicaPaused(**place(run)))
+    sleep(run)
     run.train()
     run.publish()
     run.tell(WeightsStaged(**place(run), version=1))
     run.tell(WeightsInstalled(**place(run), version=1))
-    assert states(run) == ["ready"] and run.running()
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    assert states(run) == ["yielding"] and not run.ordered(StartProcess)
+    orders = sleep(run)
+    assert [order.redo for order in orders if isinstance(order, StartProcess)] == [(0,)]
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    assert len(run.ordered(StartProcess)) == 1, "the replica starts after the trainer"
+    orders = run.tell(ProcessUp(kind="trainer", index=0, incarnation=2))
+    assert [order.kind for order in orders if isinstance(order, StartProcess)] == ["replica"]
+
+
+def test_a_trainer_gets_what_was_ordered_while_it_waited_for_its_pool() -> None:
+    run = small(TOGETHER, checkpoint_every=1, keeps_batches=True)
+    run.finish(0, 1)
+    sleep(run)
+    run.train()
+    run.publish()
+    run.tell(WeightsStaged(**place(run), version=1))
+    run.tell(WeightsInstalled(**place(run), version=1))
+    run.tell(DrainRequested(reason="maintenance"))
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    orders = sleep(run)
+    kinds = [type(order) for order in orders if isinstance(order, StartProcess | SaveCheckpoint)]
+    assert kinds == [StartProcess, SaveCheckpoint]
+
+
+def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
+    run = small(TWO_TOGETHER, replicas=2, slots=2)
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no room"))
+    run.finish(*run.running_on(0))
+    sleep(run, 0)
+    assert len(run.ordered(TrainStep)) == 1
+    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=2, version=0))
+    assert states(run) == ["asleep", "yielding"] and not run.running()
+    run.tell(ReplicaPaused(**place(run, 1)))
+    run.train()
+    run.publish()
+    run.tell(WeightsStaged(**place(run, 1), version=1))
+    run.tell(WeightsInstalled(**place(run, 1), version=1))
+    assert states(run) == ["asleep", "ready"] and run.running()
 
 
 def test_a_batch_that_passed_its_inspection_waits_until_the_pool_has_room() -> None:
-    run = small(TOGETHER, added_states=(GATING,))
-    run.finish(0, 1)
-    sleep(run)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run = small(TWO_TOGETHER, replicas=2, slots=2, added_states=(GATING,))
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no room"))
+    run.finish(*run.running_on(0))
+    sleep(run, 0)
+    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason=""))
     run.tell(inspection_answer(run.ordered(InspectStep)[-1], succeed=True))
     assert not run.ordered(TrainStep), "the replica takes its GPU before it is up"
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
-    assert states(run) == ["yielding"] and not run.ordered(TrainStep)
-    run.tell(ReplicaPaused(**place(run)))
+    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=4, version=0))
+    assert states(run) == ["asleep", "yielding"] and not run.ordered(TrainStep)
+    run.tell(ReplicaPaused(**place(run, 1)))
     assert len(run.ordered(TrainStep)) == 1
 
 
@@ -299,8 +360,7 @@ def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_slee
 
 def test_a_validation_that_fails_lets_its_replica_go_to_sleep() -> None:
     validation = ValidationLimits(rows=2, rows_per_slot=1, at_start=True)
-    pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
-    run = small(pools, replicas=2, slots=2, validation=validation, infrastructure_attempts=1)
+    run = small(TWO_TOGETHER, replicas=2, slots=2, validation=validation, infrastructure_attempts=1)
     run.finish(*run.running_on(1))
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
