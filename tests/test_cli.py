@@ -391,6 +391,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             force_from: str | None,
             settings: tuple[tuple[str, str], ...],
             local: Mapping[str, Any],
+            accept_data_change: bool,
         ) -> FakeHandle:
             if resume:
                 handles.append(kind(steady_world(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options))

@@ -147,7 +147,7 @@ def test_a_schema_whose_pattern_backtracks_without_end_fails_one_call() -> None:
     reward = reward_of_section(RewardSection(functions=[part]), None)
     assert reward is not None
     with pytest.raises(RewardFailure, match="took longer than 1 s; its process was killed"):
-        reward.parts[0].function(Prompt(row=3, text="?"), Trajectory(text='"' + "a" * 40 + 'b"'))
+        reward.parts[0].function([Prompt(row=3, text="?")], [Trajectory(text='"' + "a" * 40 + 'b"')])
     reward.close()
 
 
