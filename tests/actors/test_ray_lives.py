@@ -22,6 +22,7 @@ from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
 from engine.actors.launch import RunHandle, start
+from engine.actors.launcher_watch import GCS, ray_processes
 from engine.commands import TrainStep
 from engine.events import ProcessLost, RunInterrupted, RunResumed, SchedulerRecovered, StepFailed
 from engine.protocols import Batch
@@ -138,7 +139,8 @@ def test_a_run_begins_again_from_its_record_when_what_hangs_cannot_be_replaced(t
     assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
     silent = "store is lost: no sign of life for 12 s; it wrote no stacks: state T (stopped)"
     reasons = (
-        f"the trajectory {silent}", "the run could not restart: RuntimeError: CUDA out of memory",
+        f"the trajectory {silent}",
+        "the run could not restart: replica 0 could not be started: RuntimeError: CUDA out of memory",
         "gave no sign of life for 3 s and was killed; it wrote no stacks: state T (stopped)",
     )  # fmt: skip
     lines = [line for line in said if "restarts from its record" in line]
@@ -172,8 +174,11 @@ def test_processes_of_a_killed_launcher_end_on_their_own_or_when_the_run_is_resu
     """In a cluster of others. They are given a second to find another launcher in one run, and an hour in the other."""
     address, here = ray.get_runtime_context().gcs_address, str(Path(__file__).parent)
     program = LAUNCHER.format(here=here, directory=str(tmp_path), address=address)
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    token = psutil.Process(ray_processes()[GCS]).environ()["RAY_AUTH_TOKEN"]
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # do not replace the loopback's address by another one
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as launcher:
         assert launcher.stdout is not None and "up" in launcher.stdout.readline()
         soon = processes(OTHERS)
         assert "up" in launcher.stdout.readline()

@@ -81,7 +81,7 @@ def test_a_fifo_beside_or_in_place_of_a_file_is_damage(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: int
 ) -> None:
-    def refuse(*given: Any) -> None:
+    def refuse(*given: Any, **options: Any) -> None:
         raise OSError(what, "the disk does not answer")
 
     save(tmp_path, "sound")
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_damaged(
         patch.setattr(hashlib, "file_digest", refuse)
         assert damaged_of([path]) == {} and not is_sound(path)
     with monkeypatch.context() as patch:
-        patch.setattr("os.open", refuse)
+        patch.setattr("builtins.open", refuse)
         assert damaged_of([path]) == {} and not is_sound(path)
     assert is_sound(path)
 

@@ -240,7 +240,7 @@ async def test_an_agent_that_leaves_is_the_fault_of_its_prompt_and_others_run_on
     runner = FunctionRunner(agent)
     with pytest.raises(DataFailure, match=rf"on prompt row 3: .*{type(error).__name__}"):
         await runner.run("http://localhost", "key", PROMPT)
-    assert await runner.run("http://localhost", "key", Prompt(row=4, text="?")) == 0.5
+    assert (await runner.run("http://localhost", "key", Prompt(row=4, text="?"))).reward == 0.5
     runner.close()
 
 
