@@ -159,7 +159,7 @@ class PolicySet:
 
     @classmethod
     def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
-        """Build the chosen policies, and the default for every other decision.
+        """Build the chosen policies; every other decision gets its default.
 
         Raises: `ConfigError` for unknown decisions and names, and for a policy whose class cannot be called without
         arguments.

@@ -316,7 +316,7 @@ class Grader:
     the state that scores groups; implements `protocols.Fallible`, `Closable` and `MeasuresCalls`.
 
     With `reward=None`, rollouts must have returned a reward; a truncated one without a reward gets 0. With `later`,
-    missing rewards stay None. `decoder`: a tokenizer. `ends`: tokens that are left out of the text where they end it.
+    missing rewards stay None. `decoder`: a tokenizer. `ends`: tokens that a text omits if it ends with one.
     """
 
     def __init__(

@@ -86,8 +86,8 @@ class Mixture:
     """`total`: the number of draws, `epochs` times the rows of all sources; None without `epochs`.
 
     `inputs`: what the run began with, then each change of its data. After a change, a group keeps its row by content.
-    The epoch goes on with the rows that it has not drawn, new ones too. A group to generate again whose row is gone
-    gets one of them.
+    The epoch continues with the rows that it has not drawn, including new ones. If the row of a group that must be
+    generated again is gone, the group gets one of them.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ A recorded world holds sentences about the world outside the engine, in plain JS
 an event, a timer's number, a probe or a reason. This module makes sentences from today's commands, inputs from today's
 events, and events from inputs.
 
-Whoever changes a format, a name, or what the scheduler is told, changes this module in the same step, so that it reads
-and says the same sentences as before. Recorded worlds are never changed.
+If you change a format or a name, change this module in the same step: it must read and write the same sentences as
+before. Never change recorded worlds.
 """
 
 import re
@@ -124,7 +124,7 @@ def _sentences(command: Any) -> list[str]:
     return [sentence]
 
 
-# -- what the engine is told -------------------------------------------------------------------------------------------
+# -- inputs ------------------------------------------------------------------------------------------------------------
 
 WORDS: dict[str, str] = {
     "draw failed": "DrawFailed", "drawn": "PromptsDrawn", "generated": "GroupGenerated", "aborted": "GroupAborted",
@@ -276,7 +276,7 @@ def _limits(settings: Mapping[str, Any]) -> Limits:
     return Limits.from_plain({**given, "timeouts": asdict(Timeouts.every(None))})
 
 
-# -- a core that is told inputs ----------------------------------------------------------------------------------------
+# -- a core that takes inputs ------------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
