@@ -121,5 +121,7 @@ def _losses(
     rest = range(drawn, drawn + sum(by_content.left))  # empty if choices depend on the run
     rows = zip(loaded, by_content.rows_of(rest), by_number.rows_of(rest), strict=True)
     for one, right, wrong in rows if rest else ():
-        repeated, lost = (shown_rows(np.setdiff1d(*both).tolist()) for both in ((wrong, right), (right, wrong)))
-        yield f"by number, this epoch would repeat {repeated} of {one.files.field} and leave out {lost}"
+        repeated, lost = (np.setdiff1d(*both).tolist() for both in ((wrong, right), (right, wrong)))
+        if repeated or lost:
+            said = f"repeat {shown_rows(repeated)} of {one.files.field} and leave out {shown_rows(lost)}"
+            yield f"by number, this epoch would {said}"

@@ -242,9 +242,8 @@ def test_changed_validation_rows_are_refused_like_training_rows(tmp_path: Path, 
 
     scene = Scene(config)
     scene.run(tmp_path / "run", [2], **held("x", "y"))
-    with pytest.raises(
-        ConfigError, match=r"2 rows before, 2 now: 1 row \(1\) gone, 1 row \(1\) new; figures before and after"
-    ):
+    words = r"2 rows before, 2 now: 1 row \(1\) gone, 1 row \(1\) new; figures before and after do not compare; restore"
+    with pytest.raises(ConfigError, match=words):  # no training row is repeated or left out
         scene.run(tmp_path / "run-2", accept=False, **held("x", "z"))
     with pytest.raises(ConfigError, match=r"must have as many rows as the run measures: 2 rows before, 3 now"):
         scene.run(tmp_path / "run-2", accept=True, **held("x", "y", "z"))
