@@ -123,5 +123,5 @@ def _losses(
     for one, right, wrong in rows if rest else ():
         repeated, lost = (np.setdiff1d(*both).tolist() for both in ((wrong, right), (right, wrong)))
         if repeated or lost:
-            said = f"repeat {shown_rows(repeated)} of {one.files.field} and leave out {shown_rows(lost)}"
-            yield f"by number, this epoch would {said}"
+            again = f"by number, this epoch would repeat {shown_rows(repeated)} of {one.files.field}"
+            yield f"{again} and leave out {shown_rows(lost)}"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from embedded_run import FIGURES as EMBEDDED
 from embedded_run import PROMPTS, Quick, Saving, options
+from remembering_trainer import Remembering
 
 import engine.runtime.local
 from engine.config import Config
@@ -22,10 +22,8 @@ from engine.config.loading import parse_config
 from engine.errors import ConfigError, RunDamaged, RunFailed
 from engine.plans.input_changes import settle_inputs
 from engine.plans.run_inputs import Inputs, make_prompts
-from engine.protocols import Batch
 from engine.protocols.named_code import find
 from engine.record import read, replay
-from engine.runtime.local import SimpleTrainer
 from engine.runtime.local.run import run_plan
 from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import MixedPrompts
@@ -37,34 +35,6 @@ from engine.trajectory import Prompt
 FIGURES: dict[str, Any] = {
     "train_batch_size": 4, "max_staleness_steps": 1, "max_concurrent_groups": 8, "checkpoint_every": 3,
 }  # fmt: skip
-
-
-class Remembering(SimpleTrainer):
-    """Its state is the texts that it was trained on. At steps in `copies` it copies the run as a crash leaves it."""
-
-    def __init__(self, run_dir: Path, copies: Sequence[int] = ()) -> None:
-        self.run_dir, self.copies = run_dir, copies
-        self.steps: list[list[str]] = []
-        self.by_group: dict[int, str] = {}
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        if batch.step in self.copies:
-            shutil.copytree(self.run_dir, f"{self.run_dir}-{batch.step}")
-        self.steps.append([group.prompt.text for group in batch.groups])
-        self.by_group |= {group.group: group.prompt.text for group in batch.groups}
-        return {}
-
-    def weights(self) -> Any:
-        return len(self.steps)
-
-    def save(self, directory: str, step: int) -> None:
-        Path(directory, "steps.json").write_text(json.dumps(self.steps))
-
-    def load(self, directory: str) -> None:
-        self.steps = json.loads(Path(directory, "steps.json").read_text())
-
-    def texts(self) -> list[str]:
-        return [text for step in self.steps for text in step]
 
 
 def write(directory: Path, name: str, texts: Sequence[str]) -> None:

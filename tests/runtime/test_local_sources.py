@@ -3,19 +3,19 @@
 import asyncio
 import json
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from remembering_trainer import Remembering
 
 import engine.runtime.local
 from engine.commands import EnterState, StartGroup
 from engine.events import GroupGenerated, ProcessLost, StateLeft
-from engine.protocols import Batch, GroupWork
+from engine.protocols import GroupWork
 from engine.record import read
-from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
+from engine.runtime.local import SimpleGenerator, response
 from engine.runtime.prompt_sources import MixedPrompts
 from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset
@@ -36,32 +36,6 @@ class Learner(SimpleGenerator):
         return [response([1, 2], reward=float(solved), version=version) for _ in range(work.samples)]
 
 
-class Remembering(SimpleTrainer):
-    """Its state is the rows that it was trained on. At step `copy_at` it copies the run as a crash would leave it."""
-
-    def __init__(self, run_dir: Path, copy_at: int = -1) -> None:
-        self.steps: list[list[tuple[str, int]]] = []
-        self.rows: dict[int, tuple[str, int]] = {}
-        """By group."""
-        self.run_dir, self.copy_at = run_dir, copy_at
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        if batch.step == self.copy_at:
-            shutil.copytree(self.run_dir, f"{self.run_dir}-copy")
-        self.rows |= {group.group: (group.prompt.source, group.prompt.row) for group in batch.groups}
-        self.steps.append(sorted((group.prompt.source, group.prompt.row) for group in batch.groups))
-        return {}
-
-    def weights(self) -> Any:
-        return len(self.steps)
-
-    def save(self, directory: str, step: int) -> None:
-        Path(directory, "steps.json").write_text(json.dumps(self.steps))
-
-    def load(self, directory: str) -> None:
-        self.steps = [[tuple(row) for row in step] for step in json.loads(Path(directory, "steps.json").read_text())]
-
-
 def learning(directory: Path) -> MixedPrompts:
     sources = []
     for name, rows in (("easy", 10), ("hard", 12)):
@@ -76,9 +50,9 @@ def learning(directory: Path) -> MixedPrompts:
     return MixedPrompts(Mixture(sources, seed=3, curriculum=Curriculum(stages=stages, by_accuracy=True, window=8)))
 
 
-def trained(directory: Path, name: str, copy_at: int = -1, staleness: int = 0, **others: Any) -> Remembering:
+def trained(directory: Path, name: str, copies: Sequence[int] = (), staleness: int = 0, **others: Any) -> Remembering:
     run_dir = directory / name
-    trainer = Remembering(run_dir, copy_at)
+    trainer = Remembering(run_dir, copies)
     limits = Limits(
         train_batch_size=BATCH, max_staleness_steps=staleness, max_concurrent_groups=BATCH * (staleness + 1),
         checkpoint_every=3,
@@ -95,23 +69,23 @@ def trained(directory: Path, name: str, copy_at: int = -1, staleness: int = 0, *
 @pytest.mark.parametrize("trajectories", ["disk", "memory"], ids=["kept", "branched"])
 @pytest.mark.parametrize("step", [2, 10])
 def test_an_interrupted_run_draws_the_rows_of_a_whole_one(tmp_path: Path, step: int, trajectories: str) -> None:
-    whole = trained(tmp_path, "whole", copy_at=step, trajectories=trajectories)
-    names = [{name for name, _ in rows} for rows in whole.steps]
+    whole = trained(tmp_path, "whole", copies=[step], trajectories=trajectories)
+    names = [{text.split()[0] for text in rows} for rows in whole.steps]
     assert names[0] == {"easy"} and {"easy", "hard"} in names, "the curriculum has moved on"
-    resumed = trained(tmp_path, "whole-copy", resume=True, trajectories=trajectories)
+    resumed = trained(tmp_path, f"whole-{step}", resume=True, trajectories=trajectories)
     assert resumed.steps == whole.steps
 
 
 def test_asynchronous_runs_keep_their_rows_and_the_record_tells_them(tmp_path: Path) -> None:
     """Timing decides what a group sees, and the record has it: whoever reads it chooses the same rows."""
-    interrupted = trained(tmp_path, "run", copy_at=6, staleness=2)
-    resumed = trained(tmp_path, "run-copy", staleness=2, resume=True)
-    for run, trainer in (("run", interrupted), ("run-copy", resumed)):
+    interrupted = trained(tmp_path, "run", copies=[6], staleness=2)
+    resumed = trained(tmp_path, "run-6", staleness=2, resume=True)
+    for run, trainer in (("run", interrupted), ("run-6", resumed)):
         again = learning(tmp_path)
         for tick in read(tmp_path / run / "schedule").ticks():
             again.watch(tick.events, tick.commands)
-        prompts = {group: again.prompt(group) for group in trainer.rows}
-        assert {group: (prompt.source, prompt.row) for group, prompt in prompts.items()} == trainer.rows
+        prompts = {group: again.prompt(group) for group in trainer.by_group}
+        assert {group: prompt.text for group, prompt in prompts.items()} == trainer.by_group
 
 
 @pytest.fixture
