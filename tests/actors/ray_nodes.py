@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -34,7 +34,8 @@ class Nodes:
         """With every process of the node."""
         below = psutil.Process(process.pid).children(recursive=True)
         for each in (psutil.Process(process.pid), *below):
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # nodes without their head end by themselves
+                each.kill()
         process.wait()
         psutil.wait_procs(below, timeout=60)
 

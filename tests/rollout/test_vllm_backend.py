@@ -172,6 +172,21 @@ def test_no_process_and_no_staged_file_outlives_an_owner_that_is_killed(owner: "
     assert not Path(staging).exists()
 
 
+def test_an_engine_that_ends_while_vllm_kills_it_is_closed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = vllm_engines.start(model())
+    engine, children = psutil.Process(backend.process), psutil.Process.children
+    engine.suspend()  # it does not end when it is asked to
+
+    def end_first(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+        engine.kill()
+        engine.wait()
+        return children(process, recursive)
+
+    monkeypatch.setattr(psutil.Process, "children", end_first)
+    vllm_engines.RUNNER.run(backend.close())
+    assert not Path(backend.staging).exists()
+
+
 def test_no_new_request_meets_the_keys_and_values_of_older_weights() -> None:
     prompt = [(7 * i) % 32 for i in range(200)]  # longer than a block of vLLM's prefix cache on a CPU
 

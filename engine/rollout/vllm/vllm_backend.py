@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
 from engine.rollout.backend import (
@@ -408,7 +410,13 @@ class VllmBackend(RemoteEngine):
 
     def _shut_down(self) -> None:
         with self._ending:  # `close` waits for the end that a failure began
-            self._engine.shutdown(timeout=CLOSE_TIMEOUT_S)
+            owned = self._engine.engine_core.resources
+            try:
+                self._engine.shutdown(timeout=CLOSE_TIMEOUT_S)
+            except psutil.NoSuchProcess:  # vLLM stops half-way if a process ends by itself while it is being killed
+                for process in owned.engine_manager.processes:
+                    process.kill()
+                owned()
             self._area.close()
 
     def _sentinels(self) -> list[int]:
