@@ -680,6 +680,14 @@ def test_no_file_holds_the_address_of_a_package_registry() -> None:
     assert complaints == []
 
 
+def test_no_file_cites_a_page_that_is_not_in_the_project() -> None:
+    cited = re.compile(r"\bDE" + r"SIGN\b")  # the plan of the project
+    found = [path for path in tracked_files() if cited.search(path.read_text(encoding="utf-8", errors="replace"))]
+    assert found == []
+    named = {page for source in sources() for page in re.findall(r"\bdocs/([\w/]+\.md)", source.text)}
+    assert "ARCHITECTURE.md" in named and [page for page in sorted(named) if not (ROOT / "docs" / page).is_file()] == []
+
+
 @pytest.mark.parametrize("text", ["--extra-index" + "-url x", "https://py" + "pi.org/p", "six @" + " file:///x"])
 def test_the_address_of_a_registry_is_noticed(text: str) -> None:
     assert REGISTRY.search(text)

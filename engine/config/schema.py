@@ -50,7 +50,7 @@ class Config(Sections):
 
     @cached_property
     def limits(self) -> Limits:
-        """The limits for the scheduler. Raises: ConfigError if they break a law of DESIGN 4."""
+        """The limits for the scheduler. Raises: ConfigError if they break law 2 (docs/ARCHITECTURE.md)."""
         s, r, v = self.scheduler, self.rollout, self.validation
         return Limits(
             train_batch_size=s.train_batch_size,

@@ -1,4 +1,4 @@
-"""The laws of DESIGN 4, each its own check. A broken one is a defect of the engine and raises `InvariantViolated`.
+"""The laws of docs/ARCHITECTURE.md, each its own check. A broken one is a defect and raises `InvariantViolated`.
 
 `check_tick` is O(1) (but for loops over deadlines) and runs after every tick of every run. `check_all` recounts
 everything from the records; it runs in tests and simulation, and when a run is restored or resumed. Checks of a

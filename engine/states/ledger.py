@@ -78,7 +78,7 @@ UNREADY = tuple(phase in (Phase.RUNNING, Phase.PARKED) for phase in Phase)
 
 
 class Deadlines:
-    """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4).
+    """U(d): started, untaken groups by deadline, and how many of them are ready (docs/STALENESS.md).
 
     `surplus` is X: groups that may be due by a step beyond those it can take, since they are dropped with it.
     """

@@ -1,4 +1,4 @@
-"""The figures a run is bound by, and the laws they must keep among themselves (DESIGN 4, law 2).
+"""The figures a run is bound by, and the laws they must keep among themselves (law 2, docs/ARCHITECTURE.md).
 
 Built by the config layer or by a library user; recorded in the header of a schedule; never changed by the scheduler.
 """
@@ -200,7 +200,7 @@ class ValidationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Hardware that tasks share: they take turns on it (DESIGN 3)."""
+    """Hardware that tasks share: they take turns on it (docs/POOLS.md)."""
 
     tasks: tuple[str, ...]
     """Of `TASKS`."""

@@ -245,7 +245,7 @@ def test_the_staleness_bound_is_attained_and_work_goes_on_out_of_order() -> None
     assert orders
 
 
-# Rules that were proposed and refuted (DESIGN 4). Put in, each must be caught; else the checks above prove nothing.
+# Rules that docs/STALENESS.md refutes. Put in, each must be caught; else the checks above prove nothing.
 
 
 def only_those_due_now(monkeypatch: pytest.MonkeyPatch) -> None:
