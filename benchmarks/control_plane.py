@@ -29,12 +29,12 @@ import ray
 from engine.actors.launch import start
 from engine.actors.private_cluster import connect
 from engine.ids import ReplicaId
-from engine.protocols import Batch, Generated, GroupWork
+from engine.protocols import Batch, Generated, GroupWork, Prompts
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompt_sources import CountedPrompts, Prompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.plan import Plan, Rollout
 
 SATURATED_PER_S, HALF_LOAD_PER_S, ECHOES = 10_000, 4_000, 2.0
 """Targets: groups per second, saturated and at half load; p99 of a decision at half load, as a multiple of an

@@ -25,11 +25,11 @@ from engine.protocols import Batch, GroupWork
 from engine.record import read
 from engine.record.frames import Tick
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Plan, Rollout
 
 REPLICAS, KILLED, SLOTS, BATCH = 4, 2, 16, 32
 FALLS_TO, BACK_TO = 0.45, 0.9

@@ -169,7 +169,7 @@ def make_published(path: str) -> dict[str, torch.Tensor]:
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights as a store on another machine publishes them."""
     from engine.actors.transports import DistributedTransport
-    from engine.runtime.plan import DistributedSettings
+    from engine.workers.plan import DistributedSettings
 
     settings = DistributedSettings(backend="gloo", bucket_bytes=1, timeout_s=1.0)
     packed: dict[str, torch.Tensor] = DistributedTransport(settings).pack(weights)

@@ -43,10 +43,10 @@ from engine.ids import ReplicaId
 from engine.metrics.status import Status
 from engine.plans.configured_plan import plan_of
 from engine.protocols import Generated, GroupWork
-from engine.runtime.plan import Rollout
 from engine.tasks.arithmetic import reward
 from engine.tasks.quickstart import Prepared, prepare
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Rollout
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 CORES = 2

@@ -32,11 +32,11 @@ from engine.protocols import Batch, GroupWork
 from engine.record import Header, Recorder
 from engine.runtime.driver import Driver
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Plan, Rollout
 
 HOURS, STEP_S, BATCH = 8, 10.0, 32
 FLAT = 0.05

@@ -29,9 +29,9 @@ from engine.actors.store_actors import RemoteWeights, WeightsStoreActor
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.rollout.sent_weights import Turn
 from engine.rollout.torch.host_weights import stage
-from engine.runtime.plan import DistributedSettings, WeightsWire
 from engine.storage.weights import WeightsStore
 from engine.training.shared_weights import Manifest, ReusedMemory
+from engine.workers.plan import DistributedSettings, WeightsWire
 
 LAYER = 1 << 22
 """Number of float32 values in a large tensor. There is a small tensor for each large one."""

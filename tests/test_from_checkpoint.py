@@ -21,8 +21,8 @@ from engine.errors import ConfigError
 from engine.metrics.journal import line_of
 from engine.plans.configured_plan import check_plan, plan_of
 from engine.runtime.local import run_plan
-from engine.runtime.plan import Plan
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Plan
 
 EVERY = {**SMALL, "trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 3, "trainer.learning_rate": 0.01}
 

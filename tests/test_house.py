@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "record": SCHEDULING,
     # orders in, facts out, around a user's Generator and Trainer; and what they keep
     "storage": {*EVENTS, "protocols", "record"},
-    "workers": {*EVENTS, "protocols", "storage"},
+    "workers": {*POLICIES, "protocols", "storage"},
     # a run seen and controlled from outside
     "control": SCHEDULING,
     "metrics": {*STATES, "protocols", "record", "control", "extras"},

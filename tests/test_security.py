@@ -24,11 +24,11 @@ from engine.config.resumption import resumed
 from engine.errors import ConfigError, EngineError, reason_of, visible
 from engine.errors.redaction import is_secret_name
 from engine.metrics.address_files import FILE, address_of, announce
-from engine.runtime.plan import Plan
 from engine.storage import run_directory
 from engine.storage.checkpoints import SUMS, damaged_of, verify_checkpoint
 from engine.tasks import http_client
 from engine.tasks.http_client import Http, Unavailable
+from engine.workers.plan import Plan
 
 MADE: dict[str, Any] = {"model": {"make": "arithmetic"}}
 SECRET = "hunter2-and-more"

@@ -28,9 +28,9 @@ from engine.errors import visible
 from engine.ids import Incarnation
 from engine.protocols.user_code import CALLS
 from engine.record.files import UMASK, make_directory, make_run_private, private_opener, write_private
-from engine.runtime.plan import Plan
 from engine.runtime.stacks import register_stacks, stacks_file
 from engine.runtime.temporary_paths import shorten_temporary_paths
+from engine.workers.plan import Plan
 
 # -- the process of an actor -------------------------------------------------------------------------------------------
 

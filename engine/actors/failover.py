@@ -22,10 +22,10 @@ from engine.metrics.journal import keep_rows, validation_rows
 from engine.metrics.status import Status, read_status
 from engine.record import read, recover
 from engine.record.files import RecordLock
-from engine.runtime.plan import Plan
 from engine.runtime.process_port import SERVICES, source_of
 from engine.runtime.run_history import RecoveredRun
 from engine.states.state import State
+from engine.workers.plan import Plan
 
 STORES = ("trajectories", "weights")
 

@@ -15,9 +15,9 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.errors import EngineError, RunFailed, clean, reason_of
-from engine.runtime.plan import Plan
 from engine.runtime.process_port import ProcessEnd, Sign
 from engine.runtime.trajectory_service import Waits
+from engine.workers.plan import Plan
 
 # -- lost actors -------------------------------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ from engine.metrics.status import Status
 from engine.plans.configured_plan import checked_inputs, planned
 from engine.plans.input_changes import settle_inputs
 from engine.protocols.named_code import NO_LOCAL, Local
-from engine.runtime.plan import Plan
 from engine.tasks.quickstart import Progress
+from engine.workers.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from engine.actors.transports import transport_of
 from engine.errors import ConfigError, counted
 from engine.ids import ReplicaId
-from engine.runtime.plan import Plan
+from engine.workers.plan import Plan
 
 if TYPE_CHECKING:
     from engine.config.gpus import GpuNeeds

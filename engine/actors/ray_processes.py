@@ -30,7 +30,6 @@ from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
 from engine.protocols.user_code import calls_in
-from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import SERVICES, Found, ProcessEnd, ProcessHandle, SentOrder, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
 from engine.runtime.trajectory_service import unpacked
@@ -38,6 +37,7 @@ from engine.runtime.wire import Message, pack_orders
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.group_codec import plain_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.plan import Plan, Restore
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Join, Turn, WeightsCall
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
-from engine.runtime.plan import WeightsWire
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
 from engine.states.process import TRAINER, WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.weights import Trained, WeightsStore
 from engine.training.shared_weights import Manifest
+from engine.workers.plan import WeightsWire
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from engine.actors.failures import named
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import OUTDATED, Check, Join, Offer, Turn, WeightsAnswer, WeightsCall
-from engine.runtime.plan import DistributedSettings, Plan, WeightsWire
 from engine.training.shared_weights import (
     Manifest,
     PublishedTensors,
@@ -38,6 +37,7 @@ from engine.training.shared_weights import (
     publication_of,
     published_in,
 )
+from engine.workers.plan import DistributedSettings, Plan, WeightsWire
 
 log = logging.getLogger(__name__)
 

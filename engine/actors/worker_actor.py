@@ -27,13 +27,13 @@ from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, Gro
 from engine.rollout.backend import SampleResult
 from engine.rollout.sent_weights import Turn, WeightsCall
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
-from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.process_port import source_of
 from engine.runtime.wire import GatheredCalls, InOrder, Message, unpack_orders
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.storage.weights import Trained
 from engine.training.shared_weights import Manifest
+from engine.workers.plan import Plan, Restore, Rollout
 
 # -- the client of the gateway actor, without its HTTP server ----------------------------------------------------------
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from engine.runtime.local.run import RunResult
-    from engine.runtime.plan import Plan
+    from engine.workers.plan import Plan
 
 DONE = 0
 EVALUATIONS = "evaluations"

@@ -21,11 +21,11 @@ from engine.plans.run_inputs import Inputs, inputs_of
 from engine.plans.state_rehearsal import rehearse_states
 from engine.plans.trainers import make_custom_trainer, shapes_of, weights_check
 from engine.protocols import Batch, Closable, Generated, Generator, GroupWork
-from engine.runtime.plan import Rollout
 from engine.tasks.warm_start import WarmStart
 from engine.training.named_tensors import zeros_of
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
+from engine.workers.plan import Rollout
 from engine.workers.threads import OneThread, on_a_thread
 from engine.workers.trainer import metrics_problem, read_metric
 

@@ -31,7 +31,6 @@ from engine.plans.validation_sets import answers_of_sets, judge_of
 from engine.protocols import Trainer
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu
-from engine.runtime.plan import DistributedSettings, Plan, WeightsWire
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.states.limits import Limits
 from engine.storage.checkpoints import FIRST, check_first_checkpoint, verify_checkpoint
@@ -41,6 +40,7 @@ from engine.tasks.quickstart import Progress
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
 from engine.workers.cache_reports import CACHE_EVERY_S
+from engine.workers.plan import DistributedSettings, Plan, WeightsWire
 
 
 def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:

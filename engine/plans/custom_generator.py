@@ -30,9 +30,9 @@ from engine.protocols import (
 )
 from engine.rollout.generator import TRAINING
 from engine.rollout.scoring import Grader, first_failure
-from engine.runtime.plan import Rollout
 from engine.trajectory import TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
+from engine.workers.plan import Rollout
 
 ANY_VERSION = Versions(admitted=0, oldest=0, newest=1 << 62)
 """Only the worker knows which versions a group may have, and checks them."""

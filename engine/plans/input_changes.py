@@ -21,10 +21,10 @@ from engine.errors import ConfigError, RunDamaged
 from engine.input_identity import InputIdentity, as_ids, describe_changes, row_ids, shown_rows
 from engine.plans.run_inputs import Inputs, mixture_of
 from engine.record import read, recover
-from engine.runtime.plan import Plan
 from engine.storage.input_files import INPUTS, read_inputs, write_inputs
 from engine.tasks.data_files import files_of as data_files
 from engine.tasks.source_files import LoadedSource
+from engine.workers.plan import Plan
 
 SMALL_BYTES, END_BYTES = 16 << 20, 1 << 20
 """Files of up to `SMALL_BYTES` are compared whole; of larger ones the size, and `END_BYTES` at both ends."""

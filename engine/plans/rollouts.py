@@ -34,11 +34,10 @@ from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.generator import TRAINING, ModelGenerator, Way
 from engine.rollout.scoring import Grader
 from engine.rollout.vllm.engine_args import memory_args
-from engine.runtime.plan import Rollout
 from engine.runtime.process_port import source_of
 from engine.states.process import REPLICA
 from engine.tasks.rewards import load_coroutine
-from engine.workers.stage import Work
+from engine.workers.plan import Rollout, Work
 
 AGENT = ("base_url", "api_key", "prompt")
 

@@ -15,9 +15,10 @@ from engine.errors import ConfigError
 from engine.input_identity import InputIdentity
 from engine.plans.trainers import make_warm_start
 from engine.plans.validation_sets import held_out_rows, set_files
+from engine.protocols import Prompts
 from engine.protocols.named_code import Local
 from engine.rollout.reward_parts import RewardParts
-from engine.runtime.prompt_sources import CountedPrompts, MixedPrompts, Prompts
+from engine.runtime.prompt_sources import CountedPrompts, MixedPrompts
 from engine.states.limits import ValidationLimits
 from engine.storage.input_files import read_inputs
 from engine.tasks.dataset import Dataset, PromptSource

@@ -22,7 +22,6 @@ from engine.errors import EngineError
 from engine.protocols import Closable, StartsFromWeights, TrainerSetup
 from engine.protocols import Scorer as RoleScorer
 from engine.protocols.named_code import Local
-from engine.runtime.plan import Restore
 from engine.runtime.stacks import stacks_descriptor
 from engine.storage.checkpoints import FIRST, verify_checkpoint
 from engine.tasks.chat import turn_end
@@ -31,6 +30,7 @@ from engine.tasks.warm_start import load_answers, warm_started
 from engine.training.named_tensors import Shapes, require_finite, require_named_tensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
+from engine.workers.plan import Restore
 
 if TYPE_CHECKING:
     from engine.training.ranked_trainer import Nodes

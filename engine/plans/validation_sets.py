@@ -19,7 +19,7 @@ from engine.states.limits import ValidationSet
 from engine.tasks.answers import answer_of
 from engine.tasks.dataset import Dataset
 from engine.trajectory import Prompt
-from engine.workers.measurement import Answer
+from engine.workers.plan import Answer
 
 
 def set_files(config: Config, default_field: str) -> dict[str, Dataset]:

@@ -40,6 +40,7 @@ __all__ = [
     "MeasuresCalls",
     "Offloadable",
     "Prompt",
+    "Prompts",
     "PublishedWeights",
     "ReportsProgress",
     "Restorable",
@@ -381,3 +382,23 @@ class Scorer(Protocol):
 
     def load(self, weights: Any) -> Awaitable[None] | None:
         """Load what `Trainer.weights` returned. Called before `score` whenever the weights have changed."""
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+class Prompts(Protocol):
+    """A source of prompts. Group i is the i-th prompt drawn; the same i must always give the same prompt."""
+
+    def draw(self, first: GroupId, count: int) -> tuple[int, bool]:
+        """Draw the prompts `first`, `first + 1`, …: how many there are, at most `count`, and whether the source is now
+        exhausted.
+
+        It may return fewer than `count`; the rest is ordered again. An attempt fails if it raises, or returns more
+        than `count`, or 0 without being exhausted; `scheduler.infrastructure_attempts` failures in a row end the run.
+        It runs on a separate thread, so it may block. Meanwhile `prompt` may be called for earlier prompts.
+        """
+
+    def prompt(self, group: GroupId) -> Prompt:
+        """The prompt of a drawn group. Raises: `DataFailure` if it cannot be read. The run waits for it, and stops if
+        it exceeds `timeouts.draw_s`."""

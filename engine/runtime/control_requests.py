@@ -16,7 +16,7 @@ from engine.errors import EngineError, are, clean
 from engine.metrics.collector import RunMetrics
 from engine.metrics.waits import waits
 from engine.runtime.driver import Driver
-from engine.runtime.plan import Plan
+from engine.workers.plan import Plan
 
 # -- silence -----------------------------------------------------------------------------------------------------------
 

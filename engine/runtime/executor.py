@@ -33,10 +33,10 @@ from engine.commands import (
 from engine.errors import reason_of
 from engine.events import GroupFailed, StateFailed, StopRequested
 from engine.ids import GroupId
+from engine.protocols import Prompts
 from engine.runtime.filtered_samples import FilteredSamples
-from engine.runtime.plan import Plan
 from engine.runtime.process_port import SentOrder, Stores
-from engine.runtime.prompt_sources import CountedPrompts, Prompts, draw_prompts, read_prompt
+from engine.runtime.prompt_sources import CountedPrompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
 from engine.states.limits import QUEUED
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -44,6 +44,7 @@ from engine.trajectory import Prompt
 from engine.workers.clock import Timers
 from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import held_out_group
+from engine.workers.plan import Plan
 from engine.workers.threads import CallHangs, OneThread
 
 log = logging.getLogger(__name__)

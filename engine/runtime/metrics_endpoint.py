@@ -20,8 +20,8 @@ from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.status import plain_status
 from engine.record import Recorder
 from engine.runtime.driver import Driver
-from engine.runtime.plan import Plan
 from engine.storage.trajectories import StoreStats
+from engine.workers.plan import Plan
 
 log = logging.getLogger(__name__)
 

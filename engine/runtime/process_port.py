@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 from engine.commands import Command
 from engine.ids import GroupId, Incarnation, StepId, Version
-from engine.runtime.plan import Restore
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.plan import Restore
 
 Key = tuple[str, int]
 """(kind, index) of a process."""

@@ -22,7 +22,6 @@ from engine.metrics.journal import cut_rows
 from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.segment_log import Torn, has_segments
-from engine.runtime.plan import Plan, Redo, Restore
 from engine.scheduling.settings import MAX_STEPS, changed_limits, how_to_train_more
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -38,6 +37,7 @@ from engine.storage.durable_trajectories import DurableStore, put_store_aside
 from engine.storage.group_codec import unpack_group
 from engine.storage.input_files import begin_inputs, begins_inputs
 from engine.storage.samples import FOLDER, put_samples_aside
+from engine.workers.plan import Plan, Redo, Restore
 
 # -- groups that the record refers to ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Row, first_rows, validation_rows
 from engine.metrics.sinks import open_row_writer
 from engine.policies import PolicySet
+from engine.protocols import Prompts
 from engine.record import Header, NullRecorder, Recorder
 from engine.record.frames import Tick
 from engine.record.recorder import RecordWriter
@@ -28,9 +29,8 @@ from engine.runtime.executor import RunExecutor
 from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.history_process import HistoryProcess
 from engine.runtime.metrics_endpoint import Endpoint
-from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
-from engine.runtime.prompt_sources import MixedPrompts, Prompts
+from engine.runtime.prompt_sources import MixedPrompts
 from engine.runtime.run_history import RecoveredRun, RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
@@ -38,6 +38,7 @@ from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
 from engine.version import __version__
 from engine.workers.clock import LoopClock
+from engine.workers.plan import Plan
 from engine.workers.sample_keeper import keeper_of
 
 # -- watchers of the status --------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from engine.commands import ProbeProcess, StartProcess, StopProcess
 from engine.errors import EngineError, RunFailed, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.ids import NO_VERSION, Incarnation, StepId
-from engine.runtime.plan import Plan, Redo, Restore
 from engine.runtime.process_port import SERVICES, Found, Key, ProcessEnd, Processes, ProcessHandle, SentOrder, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
 from engine.states.timeouts import MOST_S
 from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
+from engine.workers.plan import Plan, Redo, Restore
 from engine.workers.threads import on_a_thread
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from engine.events import Event
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.state_registry import work_of
 from engine.protocols import Closable, ReportsProgress, Trainer
-from engine.runtime.plan import Plan, Restore, Rollout
 from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING, ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -25,11 +24,12 @@ from engine.storage.weights import Weights
 from engine.trajectory import Prompt
 from engine.workers.measurement import HeldOut
 from engine.workers.order_queue import OrderQueue
+from engine.workers.plan import Inspection, Plan, Restore, Rollout, Work
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper, keeper_of
 from engine.workers.scorer import ScorerWorker
-from engine.workers.stage import Inspection, StageWorker, Work, unchanged
+from engine.workers.stage import StageWorker, unchanged
 from engine.workers.threads import on_a_thread
 from engine.workers.trainer import Report, TrainerWorker
 

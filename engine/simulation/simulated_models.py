@@ -14,11 +14,11 @@ from typing import Any
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, StepId, Version
 from engine.protocols import Batch, Generated, GroupWork, Scores
-from engine.runtime.plan import Restore
 from engine.simulation.run_settings import Setting
 from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
+from engine.workers.plan import Restore
 
 SAMPLES = 2
 """Trajectories of a group. The first has half of the group's length, rounded up."""

@@ -16,13 +16,13 @@ from engine.commands import MeasureRows, ResumeGroup, StartGroup
 from engine.events import Event
 from engine.ids import Incarnation, StepId, Version
 from engine.runtime.local.local_processes import LocalProcess, LocalStore, LocalTrajectories, LocalWeights
-from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import Key, ProcessHandle, SentOrder, Sign
 from engine.runtime.trajectory_service import Waits
 from engine.runtime.worker import WORKERS, Peers, PlannedWorker
 from engine.simulation.simulated_models import Dice, Fault
 from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt
+from engine.workers.plan import Plan, Restore
 from engine.workers.trainer import Report
 
 Message = TypeVar("Message")

@@ -25,7 +25,6 @@ from engine.record.recorder import RecordWriter
 from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
 from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.process_port import Found, source_of
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.runtime.supervisor import Supervisor
@@ -49,6 +48,7 @@ from engine.states.state import State
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.cache_reports import CACHE_EVERY_S
 from engine.workers.clock import Deadlock, VirtualLoop
+from engine.workers.plan import Plan, Rollout
 
 __all__ = ["Faults", "Setting", "World"]
 

@@ -19,17 +19,14 @@ from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
 from engine.protocols.user_code import awaited
 from engine.storage.trajectories import copy_prompt
-from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.group_reports import judged_problem
+from engine.workers.plan import Answer
 from engine.workers.progress_reports import ProgressReports
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
 from engine.workers.threads import contained, from_any_thread, on_a_thread
 
 log = logging.getLogger(__name__)
-
-Answer = Callable[[Prompt, Trajectory], Any]
-"""Extracts the answer of a response, for the majority vote; None: it has none. Two answers with the same text are one.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

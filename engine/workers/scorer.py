@@ -16,12 +16,10 @@ from engine.protocols import Batch, Scorer
 from engine.storage.trajectories import Trajectories, checked_scores
 from engine.storage.weights import Trained, Weights
 from engine.workers.order_queue import OrderQueue
+from engine.workers.plan import OF_TRAINED_WEIGHTS
 from engine.workers.progress_reports import SerialProgress
 
 log = logging.getLogger(__name__)
-
-OF_TRAINED_WEIGHTS = ("old_logprobs",)
-"""Tasks that need the trained weights from before the step that they score."""
 
 
 async def end_of_scoring(command: ScoreBatch, score: Awaitable[None]) -> Event:

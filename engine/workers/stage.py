@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.commands import EnterState, InspectStep
@@ -30,17 +30,11 @@ from engine.workers.group_reports import (
     reward_figures,
     segment_problem,
 )
+from engine.workers.plan import Inspection, Work
 from engine.workers.threads import contained, on_a_thread
 from engine.workers.worker_tasks import WorkerTasks
 
 log = logging.getLogger(__name__)
-
-Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
-"""The work on a group in a state. It returns the group. After generation it may change rewards; before generation, the
-group has no trajectories, and it may change the text and the fields of the prompt."""
-
-Inspection = Callable[[Any], Awaitable[str | None]]
-"""The work of a state of train steps, on a `Batch` or `PublishedWeights`: why it refuses them; None: they pass."""
 
 KEPT = (
     "prompt_ids",

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.ids import GroupId
 from engine.protocols import Generated, GroupWork
-from engine.runtime.plan import Rollout
+from engine.workers.plan import Rollout
 
 
 class Gate:

@@ -25,11 +25,11 @@ from engine.actors.detached_actors import PackedPlan, RunningActors
 from engine.actors.ray_processes import RayProcesses
 from engine.commands import Command, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
-from engine.runtime.plan import Plan
 from engine.runtime.process_port import Sign, source_of
 from engine.runtime.supervisor import Supervisor
 from engine.runtime.wire import unpack_orders
 from engine.scheduling.scheduler import Scheduler
+from engine.workers.plan import Plan
 
 ACTORS = {"RolloutActor", "TrainerActor", "ScorerActor", "AddedStatesActor"}
 

@@ -18,10 +18,10 @@ from ray_plans import PROMPTS, Counter, Quick, check_record, limited, plan, rest
 
 from engine.actors.launch import start
 from engine.actors.rank_hosts import RankNodes
-from engine.runtime.plan import Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.stacks import can_answer
 from engine.states.limits import Pool
+from engine.workers.plan import Rollout
 
 NODES = (4, 2)
 """GPUs of each node."""

@@ -14,11 +14,11 @@ from engine.protocols import Batch, GroupWork
 from engine.record import read
 from engine.record.replayer import build_scheduler, replay
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.trajectory import Trajectory
+from engine.workers.plan import Plan, Restore, Rollout
 
 sys.path.extend(str(Path(__file__).resolve().parent.parent / folder) for folder in ("workers", "storage"))
 from token_generator import TokenGenerator

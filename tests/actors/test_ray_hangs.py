@@ -17,8 +17,8 @@ from test_ray_runs import wait_for_no_actors
 from engine.actors.detached_actors import find_actors
 from engine.actors.launch import RunHandle, start
 from engine.events import ProcessLost, PublishFailed, RunResumed, SchedulerRecovered, StepFailed
-from engine.protocols import Batch
-from engine.runtime.prompt_sources import Prompts, listed
+from engine.protocols import Batch, Prompts
+from engine.runtime.prompt_sources import listed
 from engine.runtime.stacks import dump_stacks, stacks_file
 from engine.states.limits import Limits, Pool
 from engine.states.timeouts import KINDS, Timeouts

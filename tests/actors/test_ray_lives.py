@@ -28,8 +28,8 @@ from engine.events import ProcessLost, RunInterrupted, RunResumed, SchedulerReco
 from engine.protocols import Batch
 from engine.record import read
 from engine.record.files import RecordLock
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
+from engine.workers.plan import Plan, Rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 

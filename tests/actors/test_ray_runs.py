@@ -30,9 +30,9 @@ from engine.events import ProcessLost, StateLeft
 from engine.metrics.status import Status
 from engine.policies import state_registry
 from engine.protocols import Batch
-from engine.runtime.plan import Plan
 from engine.runtime.prompt_sources import listed
 from engine.states.limits import AddedState
+from engine.workers.plan import Plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -13,7 +13,7 @@ from engine.actors.scheduler_actor import RelaunchNeeded
 from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
 from engine.events import RunInterrupted, StopRequested
 from engine.record.segment_log import Index, store_index
-from engine.runtime.plan import Plan
+from engine.workers.plan import Plan
 from tests.core.test_recovery import busy
 
 NO_MEMORY = "RolloutActor died: CUDA out of memory"

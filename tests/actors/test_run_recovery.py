@@ -14,7 +14,6 @@ from engine.metrics.journal import line_of
 from engine.record import read, replay
 from engine.record.segment_log import Index, store_index
 from engine.runtime.local import response
-from engine.runtime.plan import Plan
 from engine.runtime.run_history import RunHistory, history_of
 from engine.states.group import Group
 from engine.states.machine import Phase
@@ -23,6 +22,7 @@ from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from engine.storage.group_codec import pack_group
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.plan import Plan
 from tests.core.added_states import CHECKING, WEIGHING
 from tests.core.test_recovery import busy, world
 from tests.killed_writers import leave_open

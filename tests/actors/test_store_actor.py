@@ -23,10 +23,10 @@ from engine.actors.transports import ObjectStoreTransport, Senders
 from engine.actors.worker_actor import TrainerActor
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Join, WeightsCall
-from engine.runtime.plan import WeightsWire
 from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 from engine.training.shared_weights import PublishedTensors, copy_of
+from engine.workers.plan import WeightsWire
 
 WIRE = WeightsWire(backend="gloo", bucket_bytes=1, timeout_s=60.0, limit_s=1.0)
 

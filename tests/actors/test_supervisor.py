@@ -28,13 +28,13 @@ from engine.events import (
     ReplicasWanted,
     RunStarted,
 )
-from engine.runtime.plan import Redo, Restore
 from engine.runtime.process_port import SentOrder
 from engine.runtime.stacks import register_stacks, stacks_file
 from engine.runtime.wire import unpack_orders
 from engine.states.limits import Pool
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
+from engine.workers.plan import Redo, Restore
 
 ENDED = "it ended while there was no scheduler"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.plan import Rollout
+from engine.workers.plan import Rollout
 
 sys.path.append(str(Path(__file__).parent.parent))
 

@@ -17,12 +17,12 @@ from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
-from engine.runtime.plan import Rollout
 from engine.scheduling.settings import check_setting
 from engine.simulation.simulated_models import SimGenerator
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import ReplicaView, View
+from engine.workers.plan import Rollout
 from tests.core.scripted import Scripted
 from tests.core.test_worlds import ROUGH
 

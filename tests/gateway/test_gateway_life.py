@@ -17,8 +17,8 @@ from engine.rollout.agents.agent_generator import AgentGenerator
 from engine.rollout.backend import SampleRequest, SampleResult
 from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.runtime.plan import Rollout
 from engine.trajectory import Prompt, Span
+from engine.workers.plan import Rollout
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 

@@ -42,8 +42,8 @@ from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, 
 from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.local import run_plan
-from engine.runtime.plan import Plan, Rollout
 from engine.trajectory import Span
+from engine.workers.plan import Plan, Rollout
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import check_record, events_of

@@ -15,8 +15,8 @@ from engine.ids import ReplicaId
 from engine.plans.rollouts import vllm_args
 from engine.plans.run_inputs import Inputs
 from engine.rollout.vllm.engine_args import STREAM_INTERVAL, all_engine_args, memory_args, prepare_environment
-from engine.runtime.plan import Plan, Rollout
 from engine.states.limits import Limits
+from engine.workers.plan import Plan, Rollout
 
 
 @pytest.mark.parametrize(("gpu_part", "expected"), [(0.5, 0.46), (0.25, 0.23)])

@@ -26,9 +26,9 @@ from engine.actors.transports import HeldTensors, ObjectStoreTransport, Senders
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Check, Join, Send, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.vllm import weight_checks, weight_receiver
-from engine.runtime.plan import WeightsWire
 from engine.training.shared_weights import Manifest
 from engine.trajectory import Span
+from engine.workers.plan import WeightsWire
 
 require_vllm()
 WIRE = WeightsWire(backend="gloo", bucket_bytes=50_000, timeout_s=20.0, limit_s=60.0)

@@ -18,7 +18,6 @@ from engine import commands
 from engine.events import Event, GroupGenerated, ProcessLost, ProcessProbed, ProcessUp
 from engine.protocols import GroupWork
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.process_port import Processes, SentOrder
 from engine.runtime.prompt_sources import listed
 from engine.runtime.supervisor import Supervisor
@@ -26,6 +25,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool
 from engine.states.process import REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Plan, Rollout
 
 SLOTS = 3
 ENDLESS = 100

@@ -25,12 +25,12 @@ from engine.plans.run_inputs import Inputs, make_prompts
 from engine.protocols.named_code import find
 from engine.record import read, replay
 from engine.runtime.local.run import run_plan
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import MixedPrompts
 from engine.states.limits import Limits, ValidationLimits
 from engine.tasks.dataset import Dataset
 from engine.tasks.source_files import PassRate
 from engine.trajectory import Prompt
+from engine.workers.plan import Plan, Rollout
 
 FIGURES: dict[str, Any] = {
     "train_batch_size": 4, "max_staleness_steps": 1, "max_concurrent_groups": 8, "checkpoint_every": 3,

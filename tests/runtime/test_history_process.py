@@ -20,9 +20,9 @@ from engine.record import Header, Recorder, read
 from engine.runtime import history_process
 from engine.runtime.history_process import HistoryProcess
 from engine.runtime.local.run import LocalRun
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.states.limits import Limits
+from engine.workers.plan import Plan, Rollout
 
 EVERY, LAST = 40, PROMPTS // 4 - 1
 

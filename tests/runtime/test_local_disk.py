@@ -11,9 +11,9 @@ from small_disk import SmallDisk, small_disk
 from engine.events import CheckpointFailed, CheckpointSaved, GroupFailed
 from engine.protocols import GroupWork
 from engine.runtime.local import response, run_plan
-from engine.runtime.plan import Plan
 from engine.storage.durable_trajectories import StorePolicy
 from engine.trajectory import Trajectory
+from engine.workers.plan import Plan
 
 STEPS = 10
 

@@ -15,12 +15,12 @@ from engine.errors import ConfigError
 from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response, run
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
 from engine.storage.run_directory import RunDirectory
 from engine.storage.samples import FOLDER, VALIDATION, SampleFiles
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Plan, Rollout
 
 SETS = (ValidationSet(name="easy", prompts=4), ValidationSet(name="hard", prompts=3, samples=4, k=(2, 4)))
 LIMITS = Limits(

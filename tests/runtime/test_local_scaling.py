@@ -13,10 +13,10 @@ from engine.errors import ConfigError
 from engine.events import ProcessLost, ProcessUp, ReplicasWanted
 from engine.protocols import GroupWork
 from engine.record import read, replay
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.run_loop import RunLoop
 from engine.trajectory import Trajectory
+from engine.workers.plan import Plan, Rollout
 
 PROMPTS = 120
 

@@ -12,10 +12,10 @@ from engine.errors import ConfigError
 from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt, Trajectory
+from engine.workers.plan import Plan, Rollout
 
 LIMITS = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=6)
 HELD_OUT = [f"held out {n}" for n in range(10)]

@@ -28,10 +28,10 @@ from engine.policies import added_states
 from engine.protocols import Batch, GroupWork
 from engine.record import Recorder
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.prompt_sources import CountedPrompts, listed
 from engine.states.limits import Limits, Pool
 from engine.trajectory import Trajectory
+from engine.workers.plan import Plan, Restore, Rollout
 from tests.torture.inspections import DEATH, STATES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,6 @@ from weight_holders import WIDE, fill, fill_again, hold, inodes, manifest, proce
 
 from engine.actors.transports import DistributedTransport
 from engine.rollout.torch import transfer
-from engine.runtime.plan import DistributedSettings
 from engine.training.shared_weights import (
     LINK,
     Manifest,
@@ -24,6 +23,7 @@ from engine.training.shared_weights import (
     publication_of,
     turn,
 )
+from engine.workers.plan import DistributedSettings
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one process from which the holders are forked
 

@@ -16,7 +16,6 @@ from engine.events import BatchScored, Event, OrderProgressed, StepFailed, StepT
 from engine.protocols import Batch, Scores
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.worker import Peers, PlannedScorer
 from engine.states.limits import Limits, Pool
@@ -25,6 +24,7 @@ from engine.storage.trajectories import pack_scores, unpack_scores
 from engine.storage.weights import Trained
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
+from engine.workers.plan import Plan, Rollout
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.scorer import ScorerWorker
 from engine.workers.trainer import TrainerWorker

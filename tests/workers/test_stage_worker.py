@@ -23,7 +23,8 @@ from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated, generated_event
-from engine.workers.stage import StageWorker, Work, check_worked
+from engine.workers.plan import Work
+from engine.workers.stage import StageWorker, check_worked
 
 PROMPT = Prompt(row=7, text="?")
 INITIAL = Versions(admitted=0, oldest=0, newest=0)

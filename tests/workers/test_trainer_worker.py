@@ -31,7 +31,6 @@ from engine.protocols import Batch
 from engine.reward_histogram import HISTOGRAMS
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.runtime.plan import Plan, Redo, Restore, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.worker import Peers, PlannedTrainer
 from engine.states.limits import Limits
@@ -40,6 +39,7 @@ from engine.storage.checkpoints import list_checkpoints
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
+from engine.workers.plan import Plan, Redo, Restore, Rollout
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.trainer import TrainerWorker, figure_of
 

@@ -28,12 +28,12 @@ from engine.protocols.user_code import HangingCalls, awaited
 from engine.record.codec import CodecError
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.worker import Peers, PlannedTrainer
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.measurement import HeldOut
+from engine.workers.plan import Plan, Rollout
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
 from engine.workers.sample_keeper import HeldOutRow

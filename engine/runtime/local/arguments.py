@@ -10,11 +10,10 @@ from os import PathLike
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.protocols import Generator, Scorer, Trainer
+from engine.protocols import Generator, Prompts, Scorer, Trainer
 from engine.record import Header
 from engine.record.codec import CodecError
 from engine.record.frames import encode_header
-from engine.runtime.prompt_sources import Prompts
 from engine.states.limits import Limits
 from engine.storage.samples import SamplePolicy
 from engine.trajectory import Prompt

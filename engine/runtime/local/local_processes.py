@@ -13,7 +13,6 @@ from typing import Any
 from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
-from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import ProcessEnd, ProcessHandle, SentOrder, Sign
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService, Waits, unpacked
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
@@ -32,6 +31,7 @@ from engine.storage.trajectories import (
 )
 from engine.storage.weights import Trained, WeightsStore
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.plan import Plan, Restore
 from engine.workers.trainer import Report
 
 # -- stores in memory --------------------------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ from engine.ids import ReplicaId, StepId
 from engine.input_identity import InputIdentity, as_ids, describe_changes, row_ids
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
-from engine.protocols import Generator, Restorable, Scorer, Trainer
+from engine.protocols import Generator, Prompts, Restorable, Scorer, Trainer
 from engine.record import MemoryRecorder, Recorder, read
 from engine.record.files import make_run_directory, make_run_private
 from engine.runtime.local.arguments import GENERATOR, SCORER, check_arguments, has_methods, shown
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
-from engine.runtime.plan import Plan, Restore, Rollout
-from engine.runtime.prompt_sources import Prompts, as_prompts, listed
+from engine.runtime.prompt_sources import as_prompts, listed
 from engine.runtime.run_history import history_of
 from engine.runtime.run_loop import RunLoop, Watchers, header_of, recorder_of
 from engine.runtime.trajectory_service import TrajectoryService
@@ -42,7 +41,7 @@ from engine.storage.checkpoints import list_checkpoints
 from engine.storage.input_files import read_inputs, write_inputs
 from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
-from engine.workers.stage import Work
+from engine.workers.plan import Plan, Restore, Rollout, Work
 from engine.workers.threads import contained
 from engine.workers.worker_tasks import end_tasks
 

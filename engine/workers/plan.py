@@ -4,27 +4,31 @@
 custom generator and trainer make it themselves. `actors.launch.start` runs it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.events import RunInterrupted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
-from engine.protocols import Generator, Scorer, Trainer
-from engine.runtime.prompt_sources import Prompts
+from engine.protocols import Generator, Prompts, Scorer, Trainer
 from engine.states.limits import REWARDING, Limits
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy
-from engine.trajectory import Prompt
-from engine.workers.measurement import Answer
-from engine.workers.scorer import OF_TRAINED_WEIGHTS
-from engine.workers.stage import Inspection, Work
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
-if TYPE_CHECKING:
-    from engine.gateway.agents import GatewayParts
+Answer = Callable[[Prompt, Trajectory], Any]
+"""Extracts the answer of a response, for the majority vote; None: it has none. Two answers with the same text are one.
+"""
+Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
+"""The work on a group in a state. It returns the group. After generation it may change rewards; before generation, the
+group has no trajectories, and it may change the text and the fields of the prompt."""
+Inspection = Callable[[Any], Awaitable[str | None]]
+"""The work of a state of train steps, on a `Batch` or `PublishedWeights`: why it refuses them; None: they pass."""
+OF_TRAINED_WEIGHTS = ("old_logprobs",)
+"""Tasks that need the trained weights from before the step that they score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +114,8 @@ class Plan:
     """A replica stores a group's prefixes after this many new tokens of a trajectory; 0: only at an abort."""
     cache_every_s: float = 0.0
     """Seconds between two reports of a replica on its KV cache, while groups run; 0: none."""
-    make_gateway: Callable[[], "GatewayParts"] | None = None
-    """Makes the gateway, for generators that run agents; None: no gateway."""
+    make_gateway: Callable[[], Any] | None = None
+    """Makes the `gateway.agents.GatewayParts`, for generators that run agents; None: no gateway."""
     restore_trainer: Callable[[Trainer, Restore], None] | None = None
     """Restores a new trainer to the state of a lost one; None: a lost trainer cannot be replaced once a step is
     trained."""
