@@ -28,6 +28,7 @@ from engine.inspect.history import (
     SyncPhase,
 )
 from engine.metrics.health import HealthFinding
+from engine.states.causes import BY_NAME, INSPECTING, PUBLISHING, SCORING, TRAINING
 
 READY = "generated"
 """State of a group that waits for its batch."""
@@ -38,42 +39,8 @@ SLOWEST = 3
 SHOWN = 8
 """Maximum number of groups that a sentence names."""
 
-SLOT_CAUSES = {
-    "weight_sync": "its replica took new weights",
-    "pool": "another task used its pool",
-    "draining": "the replica or the run drained",
-    "reward": "its groups waited for rewards, for the trajectory store, or for the work of an added state",
-    "agent": "its group waited for an agent or an environment",
-    "worker_bound": "K groups were running (scheduler.max_concurrent_groups)",
-    "staleness_bound": "the staleness bound was reached (scheduler.max_staleness_steps)",
-    "no_prompts": "the prompts were used up",
-    "waiting_for_prompts": "prompts were being drawn",
-    "waiting_for_weights": "the parked groups needed newer weights",
-    "run_ending": "the run needed no more groups",
-    "starting": "the run was starting",
-    "concurrency": "scheduler.policies.concurrency allowed its replica no more groups",
-    "other": "the policies started no group",
-}
-TRAINER_CAUSES = {
-    "training": "it trained",
-    "scoring": "it scored a batch",
-    "waiting_for_groups": "fewer groups were ready than a batch needs",
-    "waiting_for_stragglers": "enough groups were ready, but the step had to take one that still ran",
-    "publishing": "weights were published",
-    "inspecting": "an added state inspected a batch or weights",
-    "pool": "replicas used its pool",
-    "waiting_for_weight_sync": "a replica did not have the newest weights",
-    "waiting_for_replicas": "no replica was up",
-    "no_prompts": "the prompts were used up",
-    "draining": "the run drained",
-    "restarting": "the trainer restarted",
-    "starting": "the run was starting",
-}
 BOUNDS = {
-    "training": "training",
-    "scoring": "scoring",
-    "publishing": "publishing weights",
-    "inspecting": "an added state inspected a batch or weights",
+    **{cause.name: cause.sentence for cause in (TRAINING, SCORING, PUBLISHING, INSPECTING)},
     "generation": "the last group of a batch was generated",
     "stragglers": "a group at its deadline was generated",
     "rewards": "the last group of a batch waited for its rewards or the work of an added state",
@@ -83,6 +50,7 @@ BOUNDS = {
     "other": "the start, a restart, a drain, or the end of the run",
 }
 """The bottlenecks: what the trainer waited for while it did not work."""
+SENTENCES = {cause.name: cause.sentence for cause in BY_NAME.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +477,7 @@ def explain_moment(history: History, at: float) -> Explanation:
         whole = next(one for one in history.idle if one.start <= span.start < one.end)
         length = whole.end - whole.start
         slots = {"busy": whole.busy_s / length, **{cause: s / length for cause, s in whole.idle_s}}
-    table = _part("slots", "slots", slots, {"busy": "generating or measuring", **SLOT_CAUSES})
+    table = _part("slots", "slots", slots, {"busy": "generating or measuring", **SENTENCES})
     figures = {"at": at, "slots": slots, "trainer": "" if span is None else span.trainer, "ready": ready}
     parts = (Part(f"at {at:.1f} s of {history.end:.1f} s", tuple(sentences)), *([table] if table.shares else []))
     return _explanation(history, {"at": at}, parts, figures)
@@ -517,7 +485,7 @@ def explain_moment(history: History, at: float) -> Explanation:
 
 def _trainer_then(history: History, at: float, span: IdleSpan | None) -> str:
     phase = next((p for step in history.steps for p in step.phases if p.start <= at < p.end), None)
-    does = "" if span is None else f"; the trainer: {TRAINER_CAUSES[span.trainer]}"
+    does = "" if span is None else f"; the trainer: {SENTENCES[span.trainer]}"
     return f"No step{does}." if phase is None else f"Step {phase.step} was {phase.name}{does}."
 
 
@@ -567,10 +535,10 @@ def _idle_parts(history: History) -> tuple[Part, ...]:
     busy = f"{percent(history.busy_s / whole)} of {seconds(whole)} were busy." if whole else "No replica was up."
     trained = history.tokens.get("trained", 0)
     used = f"{percent(trained / tokens)} of {_tokens(tokens)} were trained on." if tokens else "No token was sampled."
-    words = {"busy": "generating groups or measuring validation rows", **SLOT_CAUSES}
+    words = {"busy": "generating groups or measuring validation rows", **SENTENCES}
     return (
         _part("slots: where their time went", "slot s", slots, words, busy),
-        _part("trainer: where its time went", "s", history.trainer_s, TRAINER_CAUSES),
+        _part("trainer: where its time went", "s", history.trainer_s, SENTENCES),
         _part("sampled tokens: their fates", "tokens", history.tokens, FATES, used),
     )
 

@@ -33,7 +33,7 @@ from engine.events import (
     SyncFailed,
     TimerFired,
 )
-from engine.ids import NO_VERSION, ReplicaId, StepId
+from engine.ids import NO_VERSION, StepId
 from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups
 from engine.metrics.idle import IdleTime
 from engine.metrics.intervals import estimates
@@ -54,7 +54,6 @@ from engine.record.frames import Tick
 from engine.reward_histogram import BOUNDS, HISTOGRAMS
 from engine.states.orders import LIMIT
 from engine.states.process import KINDS, REPLICA
-from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.step import Step
 from engine.states.validation import VALIDATION, Validation
@@ -178,8 +177,8 @@ class RunMetrics:
         self._counted, self._ordered = self._event_counters(), self._order_counters()
         self._steps_finished: list[Step] = []
         """Steps that finished in this tick."""
-        self._replicas_changed: dict[ReplicaId, Replica] = {}
-        """Replicas that changed in this tick."""
+        self._replicas_changed = False
+        """Whether replicas changed, or reported calls, in this tick."""
         self._validations_ended: list[Row] = []
         """Rows of the validations that ended in this tick."""
         state.observe(self.note, groups=False)
@@ -241,8 +240,8 @@ class RunMetrics:
                 if (count := self._ordered.get(type(command))) is not None:
                     count(command, tick.at)
         if self._replicas_changed:
-            self.idle.replicas_changed(self._replicas_changed.values())
-            self._replicas_changed.clear()
+            self.idle.replicas_changed()
+            self._replicas_changed = False
         self.idle.measure()
         if self.state.ending.outcome is not None:
             self.steps.flush()
@@ -279,7 +278,7 @@ class RunMetrics:
             if record.state == "finished":
                 self._steps_finished.append(record)
         elif machine == "replica":
-            self._replicas_changed[record.id] = record
+            self._replicas_changed = True
             self.replicas.changed(record, trigger, self.state)
         elif machine == "validation" and record.state in VALIDATION.terminal:
             self._validations_ended.append(_validation_row(record))
@@ -392,7 +391,7 @@ class RunMetrics:
         before = self.calls.get(event.function)
         self.calls[event.function] = found if before is None else before.plus(found)
         if event.kind == REPLICA:
-            self.idle.calls_measured(self.state.replicas.by_id[event.index])
+            self._replicas_changed = True
 
     def _process_lost(self, event: ProcessLost) -> None:
         process = self.state.find_process(event.kind, event.index)

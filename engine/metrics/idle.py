@@ -4,20 +4,35 @@ Used by `collector.RunMetrics`. Nothing changes between two ticks, so the split 
 Sums grow from tick to tick.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.ids import ReplicaId, Version
+from engine.ids import Version
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.metrics.waits import agent_groups, unrewarded_groups
-from engine.states.pool import ROLLOUT
-from engine.states.process import TRAINER
+from engine.states.causes import (
+    AGENT,
+    DRAINING,
+    POOL,
+    REWARD,
+    RUN_ENDING,
+    STALENESS_BOUND,
+    STARTING,
+    TASKS,
+    WAITING_FOR_GROUPS,
+    WAITING_FOR_STRAGGLERS,
+    WEIGHT_SYNC,
+    WORKER_BOUND,
+    Cause,
+    what_the_trainer_does,
+    why_slots_are_free,
+)
 from engine.states.replica import Replica
 from engine.states.state import State
 
 LEAST_WAIT = 0.05
 """A smaller share of the time is no cause of anything: it may be chance."""
-IDLE_CAUSES = {"yielding": "pool", "asleep": "pool", "draining": "draining", "drained": "draining"}
+REPLICA_CAUSES = {"yielding": POOL, "asleep": POOL, "draining": DRAINING, "drained": DRAINING}
 """Why the free slots of a replica are idle, by its state. In other states but ready, it syncs weights."""
 
 
@@ -28,10 +43,10 @@ class Split(NamedTuple):
     """Slots that are busy, or idle for `cause`."""
     away: tuple[tuple[str, int], ...] = ()
     """(cause, slots) of those that are idle for other causes."""
-    cause: str = "starting"
+    cause: str = STARTING.name
     task: str | None = None
     """The trainer's task."""
-    trainer_cause: str = "starting"
+    trainer_cause: str = STARTING.name
     """Why the trainer is idle, if it has no task."""
 
 
@@ -67,6 +82,26 @@ def _added(sums: dict[str, float], more: Sequence[tuple[str, float]]) -> dict[st
     return sums
 
 
+class Fleet(NamedTuple):
+    """The replicas that are up and do not only validate."""
+
+    slots: int
+    newest: Version
+    """The newest version on a replica in which groups start; if there is none, on any that is up."""
+    away: tuple[Replica, ...]
+    """Those in which no group starts."""
+    in_agents: int
+    """Their groups that wait for agents or environments, by their newest reports."""
+
+
+def _fleet(state: State) -> Fleet:
+    up = [replica for replica in state.replicas.rollouts if replica.state != "down"]
+    away = tuple(replica for replica in up if replica.state != "ready")
+    ready = [replica for replica in up if replica.state == "ready"]
+    newest = max((replica.version for replica in ready or away), default=0)
+    return Fleet(sum(one.slots for one in up), newest, away, sum(agent_groups(one.process) for one in up))
+
+
 class IdleTime:
     """Seconds by cause until the newest event. `measure` determines the split from that event on.
 
@@ -78,55 +113,26 @@ class IdleTime:
         """Time of the newest event, seconds since the run began."""
         self.period: Period | None = None
         """None before the first event: time before it is not counted."""
-        self.slots = 0
-        """Slots of replicas that are up."""
-        self.rollout_cause = "starting"
+        self.rollout_cause = STARTING
         """Why free slots of ready replicas are idle, if there are any."""
-        self.trainer_task: str | None = None
-        self.trainer_cause = "starting"
+        self.trainer = STARTING
+        """The trainer's task, or why it is idle."""
         self._state = state
-        self._slots_of: dict[ReplicaId, int] = {}
-        """Number of slots of each replica that does not only validate; 0 while it is down."""
-        self._ready: dict[ReplicaId, Version] = {}
-        """Weights versions of those in which groups start."""
-        self._away: dict[ReplicaId, Replica] = {}
-        """The others."""
-        self._agents_of: dict[ReplicaId, int] = {}
-        """Groups of each replica that wait for agents or environments, by its newest report."""
-        self._newest: Version = 0
-        """The newest version on a replica in which groups start; if there is none, on any replica that is up."""
-        self.replicas_changed(state.replicas.by_id.values())
-        for replica in state.replicas.by_id.values():
-            self.calls_measured(replica)
+        self._fleet = _fleet(state)
 
-    def replicas_changed(self, replicas: Iterable[Replica]) -> None:
-        """Call it after replicas changed their states, slots or versions."""
-        for replica in replicas:
-            if replica.validator:
-                continue
-            id, state = replica.id, replica.state
-            slots = 0 if state == "down" else replica.slots
-            self.slots += slots - self._slots_of.get(id, 0)
-            self._slots_of[id] = slots
-            self._ready.pop(id, None)
-            self._away.pop(id, None)
-            if state == "ready":
-                self._ready[id] = replica.version
-            elif state != "down":
-                self._away[id] = replica
-            else:
-                self._agents_of.pop(id, None)
-        self._newest = max(self._ready.values() or [replica.version for replica in self._away.values()], default=0)
+    def replicas_changed(self) -> None:
+        """Call it after replicas changed their states, slots or versions, or reported calls of the user's functions."""
+        self._fleet = _fleet(self._state)
 
-    def calls_measured(self, replica: Replica) -> None:
-        """Call it after a replica reported its calls of the user's functions."""
-        if replica.id in self._slots_of and replica.state != "down":
-            self._agents_of[replica.id] = agent_groups(replica.process)
+    @property
+    def slots(self) -> int:
+        """Slots of replicas that are up."""
+        return self._fleet.slots
 
     @property
     def in_agents(self) -> int:
         """Slots whose groups wait for agents or environments: they are busy, and the model has nothing to do."""
-        return 0 if self.period is None else dict(self.period.split.away).get("agent", 0)
+        return 0 if self.period is None else dict(self.period.split.away).get(AGENT.name, 0)
 
     @property
     def busy(self) -> int:
@@ -135,49 +141,49 @@ class IdleTime:
 
     def measure(self) -> None:
         """Determine the split from the newest tick on."""
-        state = self._state
+        state, fleet = self._state, self._fleet
         beside = 0 if state.limits.validators() else state.validations.out
         away, frozen = self._slots_away()
         busy = state.groups.ledger.running - state.replicas.freed + beside - frozen
-        in_agents = min(busy, sum(self._agents_of.values())) if self._agents_of else 0
+        in_agents = min(busy, fleet.in_agents)
         busy -= in_agents
-        self._measure_trainer()
-        most = self.slots - sum(away.values()) - in_agents
+        self.trainer = what_the_trainer_does(state)
+        most = fleet.slots - sum(away.values()) - in_agents
         if busy < most:
-            self.rollout_cause = self._why_slots_are_free()
-            away["reward"] = min(most - busy, self._held_by_rewards())
-            most -= away["reward"]
-        away["agent"] = in_agents
-        found = tuple([part for part in away.items() if part[1] > 0])
-        split = Split(most, found, self.rollout_cause, self.trainer_task, self.trainer_cause)
+            self.rollout_cause = why_slots_are_free(state, fleet.newest)
+            away[REWARD] = min(most - busy, self._held_by_rewards())
+            most -= away[REWARD]
+        away[AGENT] = in_agents
+        found = tuple([(cause.name, slots) for cause, slots in away.items() if slots > 0])
+        task = self.trainer.name if self.trainer in TASKS else None
+        split = Split(most, found, self.rollout_cause.name, task, self.trainer.name)
         before = self.period
         if before is None or (before.split, before.busy, before.frozen) != (split, busy, frozen):
             self.period = Period(self.at, split, busy, frozen, before)
 
-    def _slots_away(self) -> tuple[dict[str, int], int]:
+    def _slots_away(self) -> tuple[dict[Cause, int], int]:
         """Slots of replicas that are not ready: by why they are idle, and how many of them are frozen."""
-        away, frozen = dict.fromkeys(("weight_sync", "pool", "draining"), 0), 0
-        for replica in self._away.values():
+        away, frozen = dict.fromkeys((WEIGHT_SYNC, POOL, DRAINING), 0), 0
+        for replica in self._fleet.away:
             held = self._state.replicas.occupied(replica)
             if replica.state == "installing":
                 frozen += held
-                away["weight_sync"] += replica.slots
+                away[WEIGHT_SYNC] += replica.slots
             else:
-                away[IDLE_CAUSES.get(replica.state, "weight_sync")] += replica.slots - held
+                away[REPLICA_CAUSES.get(replica.state, WEIGHT_SYNC)] += replica.slots - held
         return away, frozen
 
     def _held_by_rewards(self) -> int:
-        """Number of slots that are free only because rewards are not computed: a group that waits for one holds a place
-        of K, or keeps the trainer from a step that would open places under S."""
-        state, ready = self._state, self._state.groups.ledger.ready
-        groups = unrewarded_groups(state)
-        if not groups or self.rollout_cause == "worker_bound":
+        """Number of slots that are free only because rewards are not computed."""
+        state = self._state
+        if self.rollout_cause is WORKER_BOUND:  # of the groups without rewards, those that run hold a place of K
             return len(state.replicas.unrewarded)
-        if self.rollout_cause not in ("staleness_bound", "run_ending") or self.trainer_task is not None:
+        groups = unrewarded_groups(state)
+        trainer_waits = self.trainer in (WAITING_FOR_GROUPS, WAITING_FOR_STRAGGLERS)
+        if not groups or not trainer_waits or self.rollout_cause not in (STALENESS_BOUND, RUN_ENDING):
             return 0
-        if self.trainer_cause not in ("waiting_for_groups", "waiting_for_stragglers"):
-            return 0
-        return groups + ready if groups + ready >= state.limits.train_batch_size else groups
+        batch = groups + state.groups.ledger.ready  # with their rewards, a step could take these and open their places
+        return batch if batch >= state.limits.train_batch_size else groups
 
     @property
     def sums(self) -> Period:
@@ -189,33 +195,17 @@ class IdleTime:
         return period if period.at >= at else Period(at, period.split, period.busy, period.frozen, period)
 
     @property
-    def rollout_busy_s(self) -> float:
-        return self.sums.busy_s
-
-    @property
-    def rollout_idle_s(self) -> dict[str, float]:
-        return self.sums.idle_s
-
-    @property
-    def trainer_busy_s(self) -> dict[str, float]:
-        return self.sums.trainer_busy_s
-
-    @property
-    def trainer_idle_s(self) -> dict[str, float]:
-        return self.sums.trainer_idle_s
-
-    @property
     def capacity(self) -> tuple[int, int]:
         """Groups that may still start: under K, and under the staleness bound at the newest installed version."""
         state = self._state
         workers = state.limits.max_concurrent_groups - state.groups.ledger.running
-        return max(0, workers), max(0, state.places(self._newest) - state.held)
+        return max(0, workers), max(0, state.places(self._fleet.newest) - state.held)
 
     @property
     def split(self) -> dict[str, int]:
         """Number of slots of replicas that are up, by what they do."""
         period = self.period or Period(self.at, Split(), 0, 0)
-        busy = period.busy + dict(period.split.away).get("agent", 0)
+        busy = period.busy + dict(period.split.away).get(AGENT.name, 0)
         return {"busy": busy, "frozen": period.frozen, "free": max(0, self.slots - busy - period.frozen)}
 
     @property
@@ -225,76 +215,16 @@ class IdleTime:
         if state.started and not self.slots:
             return "no_replica"
         if state.ending.draining:
-            return "draining"
+            return DRAINING.name
         if period is None:
-            return self.rollout_cause
+            return self.rollout_cause.name
         away = dict(period.split.away)
-        if "reward" in away:
-            return "reward"
+        if REWARD.name in away:
+            return REWARD.name
         if period.busy < period.split.most:
             return period.split.cause
-        named = next((cause for cause in ("draining", "pool", "weight_sync") if cause in away), "")
-        return named or ("slots_full" if self.slots else self.rollout_cause)
-
-    def _why_slots_are_free(self) -> str:
-        state, ledger, replicas = self._state, self._state.groups.ledger, self._state.replicas
-        if not state.started:
-            return "starting"
-        if state.ending.draining:
-            return "draining"
-        bound = self._bound()
-        if bound:
-            return bound
-        if ledger.waiting or ledger.parked:
-            _, free = replicas.room_beside(replicas.slow(state.limits.straggler_factor))
-            if free <= 0 and any(map(replicas.is_limited, replicas.rollouts)):
-                return "concurrency"
-        if ledger.waiting:
-            return "other"
-        if ledger.parked:
-            return "waiting_for_weights"
-        return "no_prompts" if state.no_more_prompts else "waiting_for_prompts"
-
-    def _bound(self) -> str:
-        """The bound that prevents the next group from starting on a ready replica; empty if none does."""
-        state, limits = self._state, self._state.limits
-        if limits.max_steps is not None and state.held >= limits.max_steps * limits.train_batch_size:
-            return "run_ending"
-        if state.groups.ledger.running >= limits.max_concurrent_groups:
-            return "worker_bound"
-        return "staleness_bound" if state.held >= state.places(self._newest) else ""
-
-    def _measure_trainer(self) -> None:
-        state, ledger = self._state, self._state.groups.ledger
-        step = state.training.training_step
-        waits = step is not None and step.state == "scoring" and not state.scoring(step)
-        trainer = state.processes.get(TRAINER)
-        away = trainer is not None and trainer.coming
-        trains = step is not None and step.state in TRAINER_TASKS and not (waits or away)
-        self.trainer_task = step.state if step is not None and trains else None
-        if away:
-            self.trainer_cause = "restarting"
-        elif waits:
-            lease = state.pools.of("train")
-            replicas = [state.replicas.by_id[id] for id in lease.replicas if id in state.replicas.by_id]
-            taken = lease.shared and (lease.task == ROLLOUT or any(replica.process.loads for replica in replicas))
-            self.trainer_cause = "pool" if taken else "waiting_for_weight_sync"
-        elif state.orders.open("inspect"):
-            self.trainer_cause = "inspecting"
-        elif state.publishing:
-            self.trainer_cause = "publishing"
-        elif state.ending.draining and step is None:
-            self.trainer_cause = "draining"
-        elif not state.started:
-            self.trainer_cause = "starting"
-        elif not self.slots:
-            self.trainer_cause = "waiting_for_replicas"
-        elif state.no_more_prompts and not ledger.unconsumed:
-            self.trainer_cause = "no_prompts"
-        elif ledger.ready >= state.limits.train_batch_size:
-            self.trainer_cause = "waiting_for_stragglers"
-        else:
-            self.trainer_cause = "waiting_for_groups"
+        named = next((cause.name for cause in (DRAINING, POOL, WEIGHT_SYNC) if cause.name in away), "")
+        return named or ("slots_full" if self.slots else self.rollout_cause.name)
 
     @property
     def rollout_idle_share(self) -> float:

@@ -11,6 +11,7 @@ from functools import partial
 
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.metrics.health import ALL_CHECKS
+from engine.states.causes import SLOT_CAUSES, TASKS, TRAINER_CAUSES
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.process import KINDS, PROCESS
@@ -21,51 +22,11 @@ from engine.states.validation import VALIDATION
 # -- label values and buckets ------------------------------------------------------------------------------------------
 
 
-ROLLOUT_IDLE_CAUSES = (
-    "weight_sync",
-    "pool",
-    "draining",
-    "reward",
-    "agent",
-    "worker_bound",
-    "staleness_bound",
-    "no_prompts",
-    "waiting_for_prompts",
-    "waiting_for_weights",
-    "run_ending",
-    "starting",
-    "concurrency",
-    "other",
-)
-"""Why a slot of a running replica is idle, in the order of the values: the replica syncs weights; another task has
-its pool; the replica or the run drains; its groups wait for rewards, or for the work of an added state; its group waits
-for an agent, a rollout or an environment; K is reached; the staleness bound is reached; there are no more prompts;
-prompts are being drawn; the parked groups need newer weights than the replica has; the run needs no more groups; the
-run is starting; the concurrency policy allows the replica no more groups; anything else."""
-
+ROLLOUT_IDLE_CAUSES = tuple(cause.name for cause in SLOT_CAUSES)
 ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
 """Why no further group starts: every slot is busy; no replica is up; otherwise why slots are idle."""
-
-TRAINER_IDLE_CAUSES = (
-    "waiting_for_groups",
-    "waiting_for_stragglers",
-    "publishing",
-    "inspecting",
-    "pool",
-    "waiting_for_weight_sync",
-    "waiting_for_replicas",
-    "no_prompts",
-    "draining",
-    "restarting",
-    "starting",
-)
-"""Why no batch is scored or trained, in the order of the values: fewer groups are ready than a batch needs; enough are
-ready, but the step must take groups that still run; weights are being published; an added state inspects a batch or
-weights; replicas in its pool do not sleep yet; a replica does not have the newest weights, for which
-`train_after_sync` waits; no replica is up; there are no more prompts; the run drains; the trainer restarts; the run is
-starting."""
-
-TRAINER_TASKS = ("scoring", "training")
+TRAINER_IDLE_CAUSES = tuple(cause.name for cause in TRAINER_CAUSES)
+TRAINER_TASKS = tuple(task.name for task in TASKS)
 STEP_PHASES = ("collecting", "scoring", "training", "publishing")
 
 RETRY_CAUSES = (

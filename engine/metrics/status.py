@@ -14,7 +14,8 @@ from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
 from engine.metrics.health import HealthFinding, run_findings
 from engine.metrics.journal import plain
-from engine.metrics.waits import agent_wait, inspected, limit_wait, reward_wait, start_text, waits
+from engine.metrics.waits import agent_wait, inspected, reward_wait, start_text, waits
+from engine.states.causes import INSPECTING, RESTARTING, REWARD
 from engine.states.process import POOL_TAKEN, TRAINER
 from engine.states.state import State
 
@@ -164,7 +165,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
     """The snapshot of a run. `now`: seconds since it began; by default the time of the newest event."""
     now = metrics.at if now is None else max(now, metrics.at)
     state, idle, staleness = metrics.state, metrics.idle, metrics.trained.range
-    rewards, limits, outcome = metrics.rewards, state.limits, state.ending.outcome
+    rewards, limits, outcome, sums = metrics.rewards, state.limits, state.ending.outcome, idle.sums
     return Status(
         outcome=None if outcome is None else outcome.outcome,
         reason="" if outcome is None else outcome.reason,
@@ -201,8 +202,8 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         tokens_per_s=metrics.generated.tokens_per_s(now),
         rollout_idle_share=idle.rollout_idle_share,
         trainer_idle_share=idle.trainer_idle_share,
-        rollout_idle_s={cause: s for cause, s in idle.rollout_idle_s.items() if s > 0},
-        trainer_idle_s={cause: s for cause, s in idle.trainer_idle_s.items() if s > 0},
+        rollout_idle_s={cause: s for cause, s in sums.idle_s.items() if s > 0},
+        trainer_idle_s={cause: s for cause, s in sums.trainer_idle_s.items() if s > 0},
         trainer_now=_trainer_now(metrics),
         rollout_now=_rollout_now(metrics),
         validation_now=_validation_now(state),
@@ -292,52 +293,22 @@ def _calls_now(metrics: RunMetrics) -> str:
 
 def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
-    ending = state.ending
-    training = state.training
-    groups = state.groups
-    if ending.outcome is not None:
-        return f"run {ending.outcome.word}"
+    if state.ending.outcome is not None:
+        return f"run {state.ending.outcome.word}"
     if state.validations.closing and state.validations.runs:
         return "every step is trained; the run ends with its last validation"
-    step, size = training.steps_batched, state.limits.train_batch_size
-    ready, running = groups.ledger.ready, groups.ledger.running
-    formed = training.training_step
-    if idle.trainer_cause == "restarting" and idle.trainer_task is None:
+    if idle.trainer is RESTARTING:
         order = state.orders.find("start", (TRAINER, 0))
         waits = f"waiting for room: {POOL_TAKEN}" if state.process(TRAINER, 0).no_room else "being stopped"
         return "the trainer is " + (waits if order is None else start_text(order, state))
-    if idle.trainer_task is not None and formed is not None:
-        return f"{idle.trainer_task} step {formed.id} on {counted(len(formed.groups), 'group')}"
-    cause = idle.trainer_cause
-    if cause == "inspecting" and (order := next(iter(state.orders.open("inspect").values()), None)):
+    if idle.trainer is INSPECTING and (order := next(iter(state.orders.open("inspect").values()), None)):
         inspection: Any = order.command
         return f"state {inspection.state} inspects {inspected(inspection)}"
-    if cause == "publishing":
-        return f"publishing version {training.latest_version + 1}, after step {training.steps_trained - 1}"
-    if formed is not None:
-        waits_for = (
-            "its pool: replicas go to sleep or start" if cause == "pool" else "replicas to take the newest weights"
-        )
-        return f"step {formed.id} waits for {waits_for}"
-    if cause == "starting":
-        return "the run is starting"
-    if cause == "draining":
-        return "the run is draining: no further step"
-    if cause == "waiting_for_replicas":
-        return f"step {step} waits for a replica: none is alive"
-    if cause == "no_prompts":
-        return "the prompts are used up"
-    if cause == "waiting_for_stragglers":
-        needs = groups.deadlines.needs(step, size)
-        missing = (
-            f"{counted(sum(n for _, n in needs), 'group')} due by step {needs[-1][0]}" if needs else "its stragglers"
-        )
-        return f"step {step} waits for {missing}; {ready} ready, {running} running"
-    return f"step {step} waits for {counted(max(0, size - ready), 'group')}; {ready} of {size} ready, {running} running"
+    return idle.trainer.now(state)
 
 
 def _rollout_now(metrics: RunMetrics) -> str:
-    state, idle, limits = metrics.state, metrics.idle, metrics.state.limits
+    state, idle = metrics.state, metrics.idle
     replicas = state.replicas
     if state.ending.outcome is not None:
         return "stopped"
@@ -357,21 +328,8 @@ def _rollout_now(metrics: RunMetrics) -> str:
     if free <= 0:
         agents = f", {idle.in_agents} in agents" if idle.in_agents else ""
         return f"every slot is busy: {counted(idle.busy, 'group')} generating{agents}"
-    newest = state.training.latest_version
-    why = {
-        "worker_bound": f"K = {limits.max_concurrent_groups} groups run",
-        "concurrency": limit_wait(state),
-        "reward": "their groups wait for rewards",
-        "staleness_bound": f"S = {limits.max_staleness_steps}: no place before version {newest + 1}",
-        "run_ending": "the run needs no more groups",
-        "no_prompts": "the prompts are used up",
-        "waiting_for_prompts": "prompts are being drawn",
-        "waiting_for_weights": "groups that could resume need newer weights",
-        "starting": "the run is starting",
-        "draining": "the run is draining",
-        "other": "the policies start no group",
-    }["reward" if idle.admission_limit == "reward" else idle.rollout_cause]
-    return f"{free} of {idle.slots} slots free: {why}"
+    why = REWARD if idle.admission_limit == REWARD.name else idle.rollout_cause
+    return f"{free} of {idle.slots} slots free: {why.now(state)}"
 
 
 def _validation_now(state: State) -> str:

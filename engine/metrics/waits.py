@@ -39,14 +39,13 @@ from engine.errors import counted
 from engine.events import ProcessLost
 from engine.ids import NO_VERSION, GroupId
 from engine.protocols import SLOTS
+from engine.states.causes import limit_text
 from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
 from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
-from engine.states.replica import Replica
 from engine.states.state import State
 
 GROUPS_NAMED = 3
-REPLICAS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +153,7 @@ def _detail(like: list[Order], state: State) -> str:
     limits = _limits(slowest, state) if slowest else ""
     if oldest.subject == "group" and not slowest:
         replica = state.replicas.by_id[oldest.owner]
-        return _limited(replica) if state.replicas.is_limited(replica) else ""
+        return limit_text(replica) if state.replicas.is_limited(replica) else ""
     if oldest.subject == "stage":
         return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
     if not slowest or oldest.id in state.replicas.unrewarded:
@@ -211,19 +210,6 @@ def reward_wait(state: State) -> str:
     otherwise = f"state {busy[0]}" if busy and not state.replicas.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")
-
-
-def limit_wait(state: State) -> str:
-    """`replica 1 is limited to 9 groups by scheduler.policies.concurrency: its KV cache is 84 % full`: why replicas
-    with free slots take no group. Empty if there are none."""
-    limited = [replica for replica in state.replicas.rollouts if state.replicas.is_limited(replica)]
-    return "; ".join(map(_limited, limited[:REPLICAS_NAMED]))
-
-
-def _limited(replica: Replica) -> str:
-    cache = f": its KV cache is {100 * replica.cache_used:.0f} % full" if replica.cache_used else ""
-    limit = counted(replica.limit, "group")
-    return f"replica {replica.id} is limited to {limit} by scheduler.policies.concurrency{cache}"
 
 
 def agent_wait(state: State) -> str:

@@ -11,6 +11,7 @@ from engine.scheduling.groups import drop_group
 from engine.scheduling.reactions import assign_replicas_and_weights
 from engine.scheduling.steps import is_unsaved, no_step_left, order_checkpoint, order_publication
 from engine.scheduling.validation import cancel_validations, close_validations, send_rows
+from engine.states.causes import waits_for_groups
 from engine.states.orders import DEADLINE, FILL, GIVE_UP
 from engine.states.replica import Replica
 from engine.states.state import State
@@ -173,15 +174,7 @@ def _will_report(state: State, replica: Replica) -> bool:
 def why_stuck(state: State) -> str:
     """Who waits for what in a stuck run, where nothing in flight can end a wait."""
     groups = state.groups
-    step, size, ready = state.training.steps_batched, state.limits.train_batch_size, groups.ledger.ready
-    needed = max(0, size - ready)
-    sentences = [f"step {step} waits for {counted(needed, 'group')}, {ready} of {size} {_are(ready)} ready"]
-    if ready >= size:
-        taken = f"{size} of {counted(ready, 'group')} that {_are(ready)} ready"
-        sentences = [f"step {step} waits for the batching policy to take {taken}"]
-    if step in state.training.steps and (needs := groups.deadlines.needs(step, size)):
-        due = sum(count for _, count in needs)
-        sentences[0] += f", and {due} that {_are(due)} due by step {needs[-1][0]} {_are(due)} not"
+    sentences = [waits_for_groups(state)]
     free = sum(state.replicas.for_groups(replica) for replica in _open_to_groups(state))
     if groups.waiting:
         room = f"{state.capacity} may be and {are(free, 'slot')} free"
@@ -194,10 +187,6 @@ def why_stuck(state: State) -> str:
     if not groups.waiting and not parked:
         sentences.append("no group waits to be started" + (", the prompts are used up" if groups.exhausted else ""))
     return "; ".join(sentences)
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 def _waiting(groups: int) -> str:

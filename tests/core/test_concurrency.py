@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.errors import ConfigError, PolicyError
 from engine.events import CacheMeasured
 from engine.ids import ReplicaId
-from engine.metrics.waits import limit_wait, waits
+from engine.metrics.waits import waits
 from engine.policies import PolicySet
 from engine.policies.built_in import GROW, TRIM, KvCache
 from engine.record.frames import Header
@@ -20,6 +20,7 @@ from engine.record.replayer import replay
 from engine.scheduling.settings import check_setting
 from engine.simulation.simulated_models import SimGenerator
 from engine.simulation.world import Faults, Setting, World
+from engine.states.causes import limited_replicas
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import ReplicaView, View
 from engine.workers.plan import Rollout
@@ -119,14 +120,14 @@ def test_a_report_of_the_cache_starts_groups_or_holds_them_back() -> None:
 def test_a_held_replica_says_so() -> None:
     run = scene()
     run.tell(measured(0.95))
-    assert limit_wait(run.state) == "", "all slots are in use"
+    assert limited_replicas(run.state) == "", "all slots are in use"
     run.finish(0, 1)
     said = "replica 0 is limited to 2 groups by scheduler.policies.concurrency: its KV cache is 95 % full"
-    assert limit_wait(run.state) == said
+    assert limited_replicas(run.state) == said
     assert said in [wait.detail for wait in waits(run.state)]
     for _ in range(2):
         run.tell(measured(0.1))
-    assert run.state.groups.ledger.running == 4 and limit_wait(run.state) == ""
+    assert run.state.groups.ledger.running == 4 and limited_replicas(run.state) == ""
 
 
 class Greedy:

@@ -103,9 +103,7 @@ def test_one_of_a_kind_is_named_in_the_singular() -> None:
     world = steady_world(batch=1, stale=0, workers=1, lengths=lambda group: FOREVER)
     world.until(lambda state: state.groups.ledger.running == 1)
     said = why_stuck(world.scheduler.state)
-    assert said.startswith(
-        "step 0 waits for 1 group, 0 of 1 are ready, and 1 that is due by step 0 is not; 1 group waits "
-    )
+    assert said.startswith("step 0 waits for 1 group; 0 of 1 ready, 1 running; 1 group waits ")
     measured = steady_world(validation=ValidationLimits(rows=1), measure_s=FOREVER)
     measured.until(lambda state: state.validations.out > 0)
     assert any(" measuring 1 validation row under " in line for line in sentences(measured))
@@ -229,7 +227,7 @@ def test_a_stuck_run_says_who_waits_for_what() -> None:
     world = steady_world(lengths=lambda group: FOREVER)
     world.until(lambda state: state.groups.ledger.running == 4)
     said = why_stuck(world.scheduler.state)
-    assert said.startswith("step 0 waits for 2 groups, 0 of 2 are ready")
+    assert said.startswith("step 0 waits for 2 groups; 0 of 2 ready, 4 running")
     assert "2 groups wait to be started, where 0 may be and 0 slots are free" in said
 
 

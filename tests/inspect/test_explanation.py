@@ -12,8 +12,6 @@ from engine.errors import ConfigError
 from engine.inspect.explanation import (
     BOUNDS,
     READY,
-    SLOT_CAUSES,
-    TRAINER_CAUSES,
     Explanation,
     explain_group,
     explain_idle,
@@ -24,7 +22,6 @@ from engine.inspect.explanation import (
 from engine.inspect.history import GenerationAttempt, GroupWait, History
 from engine.inspect.history_builder import HistoryBuilder
 from engine.inspect.history_reader import read_history
-from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.record import Header, Record, read
 from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Setting, World
@@ -228,11 +225,6 @@ def test_shares_add_up_in_a_run_with_failures_and_in_one_that_is_running() -> No
 def test_remarks_about_the_record_come_first() -> None:
     cut = replace(read_history(faulty_record(steps=2)), notes=("cut: a frame claims more",))
     assert str(explain_idle(cut)).startswith("cut: a frame claims more\n\nslots: ")
-
-
-def test_every_cause_has_words() -> None:
-    assert set(SLOT_CAUSES) == set(ROLLOUT_IDLE_CAUSES)
-    assert set(TRAINER_CAUSES) == {*TRAINER_TASKS, *TRAINER_IDLE_CAUSES}
 
 
 # -- what does not exist -----------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> Non
     def change() -> None:
         for state in ("ready", "pausing", "installing", "ready"):
             replica.state = state
-            idle.replicas_changed([replica])
+            idle.replicas_changed()
 
     before = (*idle.capacity, idle.slots)
     seen = seen_within(type(idle).replicas_changed, change, lambda: (*idle.capacity, idle.slots))

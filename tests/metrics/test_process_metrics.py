@@ -94,11 +94,11 @@ def test_a_restarting_trainer_is_counted_and_shown_with_the_steps_it_repeats() -
 def test_the_time_in_which_a_trainer_restarts_is_idle_by_its_own_name() -> None:
     world = trained(3)
     lose(world, "trainer")
-    busy = sum(world.metrics.idle.trainer_busy_s.values())
+    busy = sum(world.metrics.idle.sums.trainer_busy_s.values())
     world.until(lambda state: state.process("trainer", 0).state == "up")
     again_s = world.setting.train_s  # step 2, which is not in the checkpoint of 2 steps
-    assert world.metrics.idle.trainer_idle_s["restarting"] == pytest.approx(START_S + again_s)
-    assert sum(world.metrics.idle.trainer_busy_s.values()) == busy
+    assert world.metrics.idle.sums.trainer_idle_s["restarting"] == pytest.approx(START_S + again_s)
+    assert sum(world.metrics.idle.sums.trainer_busy_s.values()) == busy
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def test_a_drain_is_reported_and_is_the_named_cause_of_idle_slots_and_trainer() 
     world.to_the_end()
     assert read_status(world.metrics).outcome == "stopped" and world.time == asked + world.setting.sync_s
     assert status.checkpoint_steps == 0 and state.checkpoints.newest == state.training.steps_trained == 2
-    assert idle.rollout_idle_s["draining"] == pytest.approx(world.setting.sync_s * 2)
-    assert idle.trainer_idle_s["draining"] == pytest.approx(world.setting.sync_s)
-    assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.time * 4)
+    assert idle.sums.idle_s["draining"] == pytest.approx(world.setting.sync_s * 2)
+    assert idle.sums.trainer_idle_s["draining"] == pytest.approx(world.setting.sync_s)
+    assert sum(idle.sums.idle_s.values()) + idle.sums.busy_s == pytest.approx(world.time * 4)
 
 
 def test_wanted_replicas_and_settings_are_reported_as_they_are_now() -> None:
@@ -152,14 +152,14 @@ def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
     def look() -> None:
         nonlocal busy_s, busy, since
         idle = world.metrics.idle
-        for cause, seconds in idle.rollout_idle_s.items():
+        for cause, seconds in idle.sums.idle_s.items():
             assert seconds >= last[cause] - 1e-12, cause
             last[cause] = seconds
         busy_s, since = busy_s + busy * (idle.at - since), idle.at
         replicas = world.scheduler.state.replicas
         busy = sum(replicas.occupied(one) for one in replicas.by_id.values() if one.state != "installing")
-        assert idle.rollout_busy_s == pytest.approx(busy_s)
-        assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
+        assert idle.sums.busy_s == pytest.approx(busy_s)
+        assert busy_s + sum(idle.sums.idle_s.values()) == pytest.approx(idle.at * 9)
 
     world.to_the_end(look)
     assert busy_s > 20

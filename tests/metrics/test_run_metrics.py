@@ -24,6 +24,7 @@ from engine.record.frames import Tick
 from engine.record.snapshots import restore, snapshot
 from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
+from engine.states.causes import TRAINING, WAITING_FOR_STRAGGLERS
 from engine.states.limits import AddedState, Limits, Pool, ValidationLimits
 from engine.states.machine import entered
 from engine.states.timeouts import Timeouts
@@ -150,33 +151,31 @@ def test_groups_aborted_and_resumed_are_those_since_the_line_before(tmp_path: Pa
 def test_slot_time_is_busy_or_idle_by_one_cause_to_the_second() -> None:
     world = steady_world(steps=6, lengths=lambda group: 1 + group % 3).to_the_end()
     idle = world.metrics.idle
-    assert tuple(idle.rollout_idle_s) == ROLLOUT_IDLE_CAUSES and tuple(idle.trainer_idle_s) == TRAINER_IDLE_CAUSES
-    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert tuple(idle.sums.idle_s) == ROLLOUT_IDLE_CAUSES and tuple(idle.sums.trainer_idle_s) == TRAINER_IDLE_CAUSES
+    slot_seconds = idle.sums.busy_s + sum(idle.sums.idle_s.values())
     assert slot_seconds == pytest.approx(world.time * world.setting.replicas * world.setting.slots)
-    trainer_seconds = sum(idle.trainer_busy_s.values()) + sum(idle.trainer_idle_s.values())
+    trainer_seconds = sum(idle.sums.trainer_busy_s.values()) + sum(idle.sums.trainer_idle_s.values())
     assert trainer_seconds == pytest.approx(world.time)
-    assert idle.trainer_busy_s["training"] == pytest.approx(6 * world.setting.train_s)
-    assert idle.trainer_idle_s["publishing"] == pytest.approx(6 * world.setting.sync_s)
+    assert idle.sums.trainer_busy_s["training"] == pytest.approx(6 * world.setting.train_s)
+    assert idle.sums.trainer_idle_s["publishing"] == pytest.approx(6 * world.setting.sync_s)
 
 
 def test_synchronous_training_waits_for_groups_and_the_rollout_for_staleness() -> None:
     world = steady_world(stale=0, batch=2, workers=2, steps=4, replicas=1, slots=2).to_the_end()
     idle, train_s, sync_s = world.metrics.idle, world.setting.train_s, world.setting.sync_s
-    assert idle.trainer_idle_s["waiting_for_groups"] == pytest.approx(4 * 1.0 + 3 * 3 * sync_s)
-    assert idle.rollout_busy_s == pytest.approx(4 * 2 * 1.0)
-    assert idle.rollout_idle_s["staleness_bound"] == pytest.approx(3 * 2 * (train_s + 2 * sync_s)), (
-        "train, publish, stage"
-    )
-    assert idle.rollout_idle_s["weight_sync"] == pytest.approx(3 * 2 * 2 * sync_s), "pause, install"
-    assert idle.rollout_idle_s["run_ending"] == pytest.approx(2 * (train_s + sync_s))
+    assert idle.sums.trainer_idle_s["waiting_for_groups"] == pytest.approx(4 * 1.0 + 3 * 3 * sync_s)
+    assert idle.sums.busy_s == pytest.approx(4 * 2 * 1.0)
+    assert idle.sums.idle_s["staleness_bound"] == pytest.approx(3 * 2 * (train_s + 2 * sync_s)), "train, publish, stage"
+    assert idle.sums.idle_s["weight_sync"] == pytest.approx(3 * 2 * 2 * sync_s), "pause, install"
+    assert idle.sums.idle_s["run_ending"] == pytest.approx(2 * (train_s + sync_s))
 
 
 def test_slots_whose_pool_trains_idle_for_it() -> None:
     together = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
     world = steady_world(batch=2, workers=4, steps=4, replicas=1, slots=4, sync_s=0.0, pools=together).to_the_end()
     idle = world.metrics.idle
-    assert idle.rollout_idle_s["pool"] == pytest.approx(4 * 4 * world.setting.train_s)
-    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert idle.sums.idle_s["pool"] == pytest.approx(4 * 4 * world.setting.train_s)
+    slot_seconds = idle.sums.busy_s + sum(idle.sums.idle_s.values())
     assert slot_seconds == pytest.approx(world.time * 4)
 
 
@@ -193,8 +192,8 @@ def test_slots_whose_groups_wait_for_rewards_idle_for_these() -> None:
     assert status.calls_now == "3 groups wait for state rewarding"
     world.to_the_end()
     idle = world.metrics.idle
-    assert idle.rollout_idle_s["reward"] == pytest.approx(2 * 4 * 4 * 9.0)
-    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert idle.sums.idle_s["reward"] == pytest.approx(2 * 4 * 4 * 9.0)
+    slot_seconds = idle.sums.busy_s + sum(idle.sums.idle_s.values())
     assert slot_seconds == pytest.approx(world.time * 4)
 
 
@@ -207,7 +206,7 @@ def test_groups_that_hold_the_places_of_k_while_rewards_run_idle_for_these() -> 
     idle.measure()
     assert (idle.admission_limit, idle.busy, idle.split["free"]) == ("reward", 1, 3)
     idle.at = 10.0
-    assert {cause: s for cause, s in idle.rollout_idle_s.items() if s} == {"reward": 20.0, "worker_bound": 10.0}
+    assert {cause: s for cause, s in idle.sums.idle_s.items() if s} == {"reward": 20.0, "worker_bound": 10.0}
 
 
 def test_a_training_trainer_holds_the_bound_not_the_rewards() -> None:
@@ -217,7 +216,7 @@ def test_a_training_trainer_holds_the_bound_not_the_rewards() -> None:
         run.end_trajectories(group, 2)
     idle = IdleTime(run.state)
     idle.measure()
-    assert idle.trainer_task == "training" and idle.admission_limit == "staleness_bound"
+    assert idle.trainer is TRAINING and idle.admission_limit == "staleness_bound"
 
 
 def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
@@ -236,9 +235,9 @@ def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
     assert idle.split == {"busy": 4, "frozen": 0, "free": 0}
     world.run_for(10.0)
     report(0)
-    assert idle.rollout_idle_s["agent"] == pytest.approx(20.0) and world.time == began + 10.0
+    assert idle.sums.idle_s["agent"] == pytest.approx(20.0) and world.time == began + 10.0
     world.run_for(10.0)
-    assert idle.rollout_idle_s["agent"] == pytest.approx(20.0) and read_status(world.metrics).calls_now == ""
+    assert idle.sums.idle_s["agent"] == pytest.approx(20.0) and read_status(world.metrics).calls_now == ""
     report(2)
     world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="gone"))
     assert idle.in_agents == 0, "its life has ended"
@@ -271,18 +270,18 @@ def test_a_deadline_that_binds_is_shown_as_waiting_for_stragglers() -> None:
     seen: list[str] = []
 
     def straggling() -> None:
-        if world.metrics.idle.trainer_cause == "waiting_for_stragglers" and world.metrics.idle.trainer_task is None:
+        if world.metrics.idle.trainer is WAITING_FOR_STRAGGLERS:
             seen.append(read_status(world.metrics).trainer_now)
 
     world.to_the_end(straggling)
-    assert world.metrics.idle.trainer_idle_s["waiting_for_stragglers"] > 0
+    assert world.metrics.idle.sums.trainer_idle_s["waiting_for_stragglers"] > 0
     assert any("waits for 1 group due by step 1" in text for text in seen), seen
 
 
 def test_used_up_prompts_idle_slots() -> None:
     world = steady_world(steps=None, prompts=5, replicas=2, slots=2).to_the_end()
     assert world.scheduler.state.groups.ledger.consumed == 5
-    assert world.metrics.idle.rollout_idle_s["no_prompts"] > 0
+    assert world.metrics.idle.sums.idle_s["no_prompts"] > 0
 
 
 def test_weight_sync_is_timed_by_its_mode() -> None:
@@ -291,7 +290,7 @@ def test_weight_sync_is_timed_by_its_mode() -> None:
     histogram = world.metrics.replicas.sync_s["keep"]
     assert histogram.read()[0][-1] == 2 * 3, "both replicas take every version but the last"
     assert histogram.read()[1] == pytest.approx(6 * (0.25 + 0.25))
-    assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.5)
+    assert world.metrics.idle.sums.idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.5)
 
 
 @pytest.mark.parametrize("times", [1, TOGETHER])
