@@ -14,8 +14,10 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/step-engine
-COPY constraints-gpu.txt pyproject.toml README.md LICENSE ./
+COPY constraints-gpu.txt pyproject.toml setup.py README.md LICENSE ./
 COPY engine engine
+COPY configs configs
+COPY dashboards dashboards
 RUN pip install --no-cache-dir -c constraints-gpu.txt '.[all,vllm]'
 
 ENV HF_HOME=/work/.cache/huggingface

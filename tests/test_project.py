@@ -106,6 +106,24 @@ def test_the_name_of_a_model_on_the_hub_is_kept() -> None:
     assert load_config("mine/config.yaml").model.path == "someone/some-model"
 
 
+def test_a_preset_is_written_as_the_configuration_of_a_project(capsys: Capture) -> None:
+    assert cli.main(["init", "mine", "--preset", "environment"]) == 0
+    assert capsys.readouterr().out.startswith("created mine: config.yaml\n")
+    assert load_config("mine/config.yaml").model.make == load_config(ROOT / "configs/environment.yaml").model.make
+    assert "#     engine run config.yaml\n" in Path("mine/config.yaml").read_text()
+    assert cli.main(["init", "mine", "--preset", "sync"]) == 2
+    assert "NAME 'mine' is a directory with files" in capsys.readouterr().err
+
+
+def test_dashboards_writes_the_boards_and_what_they_need(capsys: Capture) -> None:
+    assert cli.main(["dashboards", "boards"]) == 0
+    for name in ("prometheus.yml", "alerts.yml", "generated/overview.json"):
+        assert Path("boards", name).read_bytes() == (ROOT / "dashboards" / name).read_bytes()
+    assert [*Path("boards").rglob("*.py")] == []
+    assert cli.main(["dashboards", "boards"]) == 2
+    assert "DIR 'boards' is a directory with files; use a new or empty directory" in capsys.readouterr().err
+
+
 REFUSED = {
     "files": (["used"], "NAME 'used' is a directory with files; use a new or empty directory"),
     "a file": (["used/file"], "NAME 'used/file' cannot be the directory of a project: File exists"),

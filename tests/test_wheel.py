@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from engine.record.reader import read
 
@@ -27,16 +29,37 @@ def done(*command: object, cwd: Path) -> str:
     return result.stdout
 
 
+def needed(distribution: Distribution) -> dict[str, Distribution]:
+    """What a distribution depends on without extras, and so on, as this environment has it."""
+    found: dict[str, Distribution] = {}
+    left = [distribution]
+    while left:
+        for text in left.pop().requires or ():
+            requirement = Requirement(text)
+            if requirement.name not in found and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
+                found[requirement.name] = Distribution.from_name(requirement.name)
+                assert found[requirement.name].version in requirement.specifier
+                left.append(found[requirement.name])
+    return found
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that holds the wheel and what it depends on, and nothing else."""
+    """The `bin` of an environment that holds the wheel and what it depends on, and nothing else. Its packages are links
+    to those of this environment."""
     place = tmp_path_factory.mktemp("wheel")
     pip: Sequence[object] = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    done(*pip, "wheel", "--no-deps", "--wheel-dir", place, ROOT, cwd=place)
+    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, ROOT, cwd=place)
     done(sys.executable, "-m", "venv", "--without-pip", place / "venv", cwd=place)
     (wheel,) = place.glob("*.whl")
     python = place / "venv" / "bin" / "python"
-    done(*pip, "--python", python, "install", "-c", ROOT / "constraints.txt", wheel, cwd=place)
+    done(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=place)
+    (packages,) = place.glob("venv/lib/python*/site-packages")
+    (own,) = Distribution.discover(name="step-engine", path=[str(packages)])
+    for distribution in needed(own).values():
+        for name in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(distribution.locate_file(name))
     return python.parent
 
 
@@ -46,7 +69,14 @@ def test_the_wheel_alone_schedules_a_users_own_trainer_and_replays_records(bare:
     (tmp_path / "run" / "schedule").symlink_to(GOLDEN)
     events = len(list(read(GOLDEN).events()))
     assert f"identical: {events} events" in done(bare / "engine", "replay", "run", cwd=tmp_path)
-    assert "ok: B <= K" in done(bare / "engine", "check", ROOT / "configs" / "sync.yaml", cwd=tmp_path)
+    done(bare / "engine", "init", "mine", "--preset", "sync", cwd=tmp_path)
+    assert "ok: B <= K" in done(bare / "engine", "check", "mine/config.yaml", cwd=tmp_path)
+    done(bare / "engine", "dashboards", "boards", cwd=tmp_path)
+    shipped = {file.relative_to(tmp_path / "boards") for file in (tmp_path / "boards").rglob("*.*") if file.is_file()}
+    assert shipped == {
+        file.relative_to(ROOT / "dashboards") for file in (ROOT / "dashboards").rglob("*.*")
+        if file.suffix in (".yml", ".yaml", ".json") and file.name != "alerts_test.yml"
+    }  # fmt: skip
     heavy = (
         "import importlib.util as u; print([m for m in ('ray', 'torch', 'transformers', 'numpy') if u.find_spec(m)])"
     )

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import evaluate, explain, project, report_command, run_page, samples, timeline_command
+from engine.cli import evaluate, explain, project, report_command, run_page, samples, shipped_files, timeline_command
 from engine.cli import run as running
 from engine.cli.completion import SHELLS, PrintCompletion
 from engine.cli.control_commands import add_commands
@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_command(commands)
     timeline_command.add_command(commands)
     report_command.add_command(commands)
+    shipped_files.add_command(commands)
     add_commands(commands)
 
     check = commands.add_parser("check", help="check whether a configuration can run")

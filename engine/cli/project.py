@@ -9,13 +9,13 @@ import json
 import os
 import random
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from engine.cli.shipped_files import new_directory, presets
 from engine.errors import ConfigError
 from engine.tasks.tokenizer import save_chat_tokenizer
 
@@ -40,37 +40,43 @@ def add_command(commands: Any) -> None:
         description="Create a directory with a configuration, a reward, its test and data that run at once.",
     )
     parser.add_argument("name", metavar="NAME", help="directory of the project; must be new or empty")
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--model",
         metavar="PATH_OR_HUB_NAME",
         help="an instruct model, as a directory or a hub name (default: make a tiny model)",
     )
+    source.add_argument("--preset", choices=presets(), help="write only a configuration: that of this preset")
     parser.set_defaults(run=init)
 
 
 def init(arguments: argparse.Namespace) -> int:
     """`engine init NAME`. Raises: `ConfigError` for a name or a model that cannot be used; `ModuleNotFoundError`."""
+    if arguments.preset is not None:
+        return _write_preset(arguments.name, arguments.preset)
     model = None if arguments.model is None else _model_path(arguments.model)
     if model is None:
         for package in ("torch", "transformers", "tokenizers"):
             if find_spec(package) is None:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    project, made = _new_directory(arguments.name)
-    try:
+    with new_directory(arguments.name, "NAME", "the directory of a project") as project:
         _write_project(project, model)
-    except BaseException as error:
-        for path in [project] if made else project.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        law, fix = f"cannot be written: {error.strerror or error}", "free some space, or give a path on another disk"
-        raise ConfigError("NAME", arguments.name, law, fix) from None
-    print(f"created {arguments.name}: {', '.join(sorted(path.name for path in project.iterdir()))}")
+    return _print_next_steps(arguments.name, project)
+
+
+def _write_preset(name: str, preset: str) -> int:
+    """A project of one file. A preset has a model and data of its own, or names those of the hub."""
+    with new_directory(name, "NAME", "the directory of a project") as project:
+        text = presets()[preset].read_text(encoding="utf-8")
+        text = text.replace(f"configs/{preset}.yaml", CONFIG).replace(".venv/bin/", "")
+        (project / CONFIG).write_text(text, encoding="utf-8")
+    return _print_next_steps(name, project)
+
+
+def _print_next_steps(name: str, project: Path) -> int:
+    print(f"created {name}: {', '.join(sorted(path.name for path in project.iterdir()))}")
     print("next:")
-    for line in (f"cd {shlex.quote(arguments.name)}", f"engine check {CONFIG}", f"engine run {CONFIG}"):
+    for line in (f"cd {shlex.quote(name)}", f"engine check {CONFIG}", f"engine run {CONFIG}"):
         print(f"  {line}")
     return DONE
 
@@ -84,23 +90,6 @@ def _model_path(model: str) -> str:
         fix = "give the directory of a model in Hugging Face format, or the name of a model on the hub"
         raise ConfigError("--model", model, "is neither a directory nor a hub name", fix)
     return found
-
-
-def _new_directory(name: str) -> tuple[Path, bool]:
-    """The directory, and whether it is new. Raises: `ConfigError` if it has files or cannot be created."""
-    path = Path(name)
-    try:
-        if not name.strip():
-            raise ValueError("it is empty")
-        made = not path.exists()
-        path.mkdir(parents=True, exist_ok=True)
-        used = any(path.iterdir())
-    except (OSError, ValueError) as error:
-        law = f"cannot be the directory of a project: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError("NAME", name, law, "give the path of a new directory, for example my-project") from None
-    if used:
-        raise ConfigError("NAME", name, "is a directory with files", "use a new or empty directory")
-    return path, made
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
