@@ -166,6 +166,8 @@ class SchedulerActor:
             self._history = await asyncio.to_thread(contained, history_of, plan, end_earlier)
         history = self._history
         await self._load_prompts()
+        if history is not None:
+            await self._catch_up(history)
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
         loop = self._make(history)
@@ -189,6 +191,12 @@ class SchedulerActor:
         """Load the user's prompts, once it is known from which of its data a resumed run continues."""
         self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         freeze_objects()
+
+    async def _catch_up(self, earlier: "RunHistory | RunRecovery") -> None:
+        """Replay the record for prompts that learn from the run."""
+        from engine.runtime.prompt_sources import catch_up
+
+        await asyncio.to_thread(contained, catch_up, self._prompts, earlier.recovered)
 
     async def _reserve_trainer(self) -> None:
         """Reserve the trainer's GPUs before any other process takes some: replicas are spread over the nodes, so that
@@ -276,6 +284,7 @@ class SchedulerActor:
             if recovery.has_ended:
                 await self._report_end(recovery)
             else:
+                await self._catch_up(recovery)
                 await self._continue_run(recovery)
         except Exception as error:
             log.exception("the scheduler cannot recover its state from the record")

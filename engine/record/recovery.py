@@ -8,7 +8,7 @@ there is none. Every answer must be identical: a scheduler that decides differen
 snapshot it only checks checksums. It refuses a damaged record.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from engine.commands import Command
 from engine.errors import RecordError
@@ -25,6 +25,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.states.checkpoints import Checkpoints, TrainedBatch
 from engine.states.laws import check_all
 from engine.states.machine import Observer
+from engine.states.state import State
 
 
 class Recovered:
@@ -51,9 +52,7 @@ class Recovered:
         self.report: ReplayReport = replay(
             record, build=lambda _: self.scheduler, watch=self._watch, after=begin, compare_snapshots=False
         )
-        if self.report.divergence is not None:
-            reason = f"this engine decides differently, so the run cannot continue; {self.report.divergence}"
-            raise RecordError(record.name, 0, reason)
+        self._require_identical(self.report)
         check_all(self.scheduler.state)
         self.ticks = self.report.ticks + (begin.ticks if begin else 0)
         self.events = self.report.events + (begin.position if begin else 0)
@@ -79,9 +78,16 @@ class Recovered:
         """Where the record continues."""
         return RecordEnd(ticks=self.ticks, events=self.events, torn=self.torn)
 
-    def recorded(self) -> Iterator[Tick]:
-        """Every tick of the record with its commands, from the first one. Raises: `RecordError`."""
-        return (tick for tick in self._record.ticks() if tick.number < self.ticks)
+    def replay_all(self, watch: Callable[[Tick, State], None]) -> None:
+        """Replay the whole record: `watch` gets every tick, from the first one, with the state after it. Raises:
+        `RecordError`."""
+        scheduler = build_from_header(self._record, build_scheduler)
+        self._require_identical(
+            replay(
+                self._record, self.events - 1, lambda _: scheduler, lambda tick: watch(tick, scheduler.state),
+                compare_snapshots=False,
+            )
+        )  # fmt: skip
 
     def interrupt(self, event: RunInterrupted) -> tuple[Command, ...]:
         """Ask the scheduler whether the run begins again. Returns its commands, which the caller must record with the
@@ -120,6 +126,11 @@ class Recovered:
             replay(self._record, build=lambda _: scheduler, compare_snapshots=False)
             self._history = _taken_from(scheduler)
         return self._history
+
+    def _require_identical(self, report: ReplayReport) -> None:
+        if report.divergence is not None:
+            reason = f"this engine decides differently, so the run cannot continue; {report.divergence}"
+            raise RecordError(self._record.name, 0, reason)
 
     def _watch(self, frame: Tick) -> None:
         self.at = frame.at

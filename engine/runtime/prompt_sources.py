@@ -2,7 +2,7 @@
 
 An executor draws prompts for the scheduler and reads them when a group starts. `CountedPrompts` makes a source of any
 function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`. `MixedPrompts` makes one
-of a `tasks.mixture.Mixture`. If that learns from the run, it reads the record, live and at a resume.
+of a `tasks.mixture.Mixture`. If that learns from the run, it watches the ticks, live and at a resume.
 """
 
 import json
@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, PublishWeights, ResumeGroup, StartGroup
+from engine.commands import DrawPrompts, EnterState, StartGroup
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
-from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.events import DrawFailed, PromptsDrawn, RunResumed
+from engine.ids import EventId, GroupId, StepId
 from engine.protocols import Prompts
 from engine.record.codec import plain
-from engine.states.process import REPLICA
+from engine.record.frames import Tick
+from engine.record.recovery import Recovered
+from engine.states.limits import QUEUED
+from engine.states.state import State
 from engine.trajectory import Prompt
 from engine.workers.group_reports import describe_prompt
 from engine.workers.threads import contained
@@ -54,16 +57,11 @@ class Chooser(Protocol):
 
 
 class MixedPrompts(CountedPrompts):
-    """The prompts of a mixture. The record has everything that the mixture receives, in the same order."""
+    """The prompts of a mixture. A replay of the record gives the mixture everything again, in the same order."""
 
     def __init__(self, mixture: Chooser) -> None:
         super().__init__(mixture.total, mixture.prompt)
         self.mixture = mixture
-        self._steps_in: dict[Version, StepId] = {}
-        self._attempts: dict[GroupId, int] = {}
-        """The attempt of each running group; what others report is late."""
-        self._lives: dict[GroupId, tuple[ReplicaId, Incarnation]] = {}
-        """The life of the replica on which each group runs: what it reports after its loss is late, too."""
 
     @property
     def learns(self) -> bool:
@@ -74,59 +72,29 @@ class MixedPrompts(CountedPrompts):
         """By the name of each data source: `drawn`, `dropped`, `rested`, as in docs/DATA.md. Called on any thread."""
         return self.mixture.figures()
 
-    def watch(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """Take the next tick of the record, before its commands are executed. A mixture that was made again, because
-        the run was resumed or its scheduler restarted, first gets all ticks from the beginning."""
-        entering = {command.group for command in commands if type(command) is EnterState}
-        for event in events:
-            if isinstance(event, RunResumed) and not event.kept:
-                self._steps_in = {version: min(steps, event.steps) for version, steps in self._steps_in.items()}
-                self._attempts.clear()
-                self._lives.clear()
-                self.mixture.branch(event.steps, (*event.consumed, *event.released))
-                self._resume(event)
-            elif isinstance(event, RunResumed):
-                self._resume(event)
-            elif isinstance(event, ProcessLost) and event.kind == REPLICA:
-                lost = [group for group, life in self._lives.items() if life == (event.index, event.incarnation)]
-                for group in lost:
-                    self._forget(group)
-            elif (type(event) is GroupGenerated or type(event) is StateLeft) and event.group not in entering:
-                self._note_outcome(event)
-        for command in commands:
+    def watch(self, tick: Tick, state: State) -> None:
+        """Take the next tick and the state after it, before its commands are executed. A mixture that was made again,
+        because the run was resumed or its scheduler restarted, first gets all ticks from the beginning."""
+        for event in tick.events:
+            if isinstance(event, RunResumed):
+                if not event.kept:
+                    self.mixture.branch(event.steps, (*event.consumed, *event.released))
+                self.mixture.resume(event.id)
+                self._total = self.mixture.total
+        for group, reward in state.completed.items():
+            self.mixture.outcome(group, reward)
+        steps_in, stages = state.training.steps_in, state.groups.stages.by_name
+        for command in tick.commands:
             if type(command) is StartGroup:
-                self._run(command)
-                self.mixture.choose(command.group, self._steps_in.get(command.admitted_version, 0))
-            elif type(command) is ResumeGroup:
-                self._run(command)
-            elif type(command) is EnterState:
-                self._lives.pop(command.group, None)
-                if command.group in self._attempts:
-                    self._attempts[command.group] = command.attempt
-                else:  # a state before generation needs the prompt
-                    self.mixture.choose(command.group, max(self._steps_in.values(), default=0))
-            elif type(command) is AbortGroup:
-                self._forget(command.group)
-            elif type(command) is PublishWeights:
-                self._steps_in[command.version] = command.steps
+                self.mixture.choose(command.group, steps_in[command.admitted_version])
+            elif type(command) is EnterState and stages[command.state].place == QUEUED:  # its work needs the prompt
+                self.mixture.choose(command.group, steps_in[state.training.latest_version])
 
-    def _resume(self, event: RunResumed) -> None:
-        self.mixture.resume(event.id)
-        self._total = self.mixture.total
 
-    def _run(self, command: StartGroup | ResumeGroup) -> None:
-        self._attempts[command.group] = command.attempt
-        self._lives[command.group] = (command.replica, command.incarnation)
-
-    def _forget(self, group: GroupId) -> None:
-        self._attempts.pop(group, None)
-        self._lives.pop(group, None)
-
-    def _note_outcome(self, event: GroupGenerated | StateLeft) -> None:
-        """The outcome of a group that enters no other added state, which may compute its reward."""
-        if self._attempts.get(event.group) == event.attempt:
-            self._forget(event.group)
-            self.mixture.outcome(event.group, event.reward_mean)
+def catch_up(prompts: Prompts, earlier: Recovered) -> None:
+    """Give a source that learns from the run the whole record of a run that continues. Raises: `RecordError`."""
+    if isinstance(prompts, MixedPrompts) and prompts.learns:
+        earlier.replay_all(prompts.watch)
 
 
 def draw_prompts(

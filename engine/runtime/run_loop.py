@@ -118,7 +118,6 @@ class RunLoop:
         self.recorder = recorder
         self.watchers = watchers
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
-        self._earlier = earlier
         self._before = 0 if earlier is None else earlier.recovered.events
         self._at = 0.0 if earlier is None else earlier.recovered.at
         if earlier is None:
@@ -153,7 +152,9 @@ class RunLoop:
     ) -> None:
         """Connect the scheduler with the processes of the run. `held()` returns the trajectory store's statistics."""
         plan = self.plan
-        self._watch_with(prompts)
+        if isinstance(prompts, MixedPrompts):
+            self.metrics.mixed = prompts
+            self._learning = prompts if prompts.learns else None
         self._filtered = self._filtered_samples()
         self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
         self.executor = RunExecutor(
@@ -188,17 +189,6 @@ class RunLoop:
         """Seconds that reading a prompt may take: as long as a draw."""
         state = self.scheduler.state
         return state.limits.timeouts.limit("draw", state.limit_check.longest.get("draw"), fresh=False)
-
-    def _watch_with(self, prompts: Prompts) -> None:
-        """Let a source that learns from the run catch up with the record. Raises: `RecordError`."""
-        if not isinstance(prompts, MixedPrompts):
-            return
-        self.metrics.mixed = prompts
-        if not prompts.learns:
-            return
-        for tick in () if self._earlier is None else self._earlier.recovered.recorded():
-            prompts.watch(tick.events, tick.commands)
-        self._learning = prompts
 
     def now(self) -> float:
         """Seconds since the run began, without the time between an end and a resume."""
@@ -268,7 +258,7 @@ class RunLoop:
         if self._history is not None:
             self._history.wake()
         if self._learning is not None:
-            self._learning.watch(tick.events, tick.commands)
+            self._learning.watch(tick, self.scheduler.state)
         if self._filtered is not None:
             self._filtered.note(self.scheduler.state.filtered)
         self.metrics.observe(tick)

@@ -176,6 +176,7 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
     ending.failed_in_a_row = 0
     ending.note_judged(core.state.limits.failures_in_a_row, failed=False)
     group.outcome = Outcome(event.described, event.reward_mean, event.at)
+    core.state.completed[group.id] = event.reward_mean
     keep = core.decisions.keeps(event)
     core.state.groups.fire(group, "generate")
     if keep:

@@ -267,7 +267,7 @@ class Scheduler:
         """
         state, orders = self.state, self._core.orders
         orders.begin()
-        state.changed, state.filtered = not events, []
+        state.changed, state.completed, state.filtered = not events, {}, []
         if events:
             state.orders.matched = {}
         applied: list[Event] = []

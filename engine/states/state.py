@@ -69,8 +69,10 @@ class State:
         self.limits = limits
         self.changed = False
         """Something other than a group has changed its state in this tick."""
+        self.completed: dict[GroupId, float] = {}
+        """Mean reward of each group that was completed in this tick, added states included."""
         self.filtered: list[GroupId] = []
-        """The groups that the filter dropped in this tick."""
+        """Those of them that the filter dropped."""
         self.moves, self.recoveries = {}, dict.fromkeys(RECOVERY_KINDS, 0)
         self._build_machines(limits)
         self._observe = observe

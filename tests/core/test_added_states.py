@@ -115,6 +115,16 @@ def test_the_filter_sees_what_the_last_state_made_of_a_group() -> None:
     assert run.running() == [1, 2, 3, 4], "its place is free again"
 
 
+def test_a_group_is_completed_once_with_the_reward_of_its_last_state() -> None:
+    run = checked(policies={"filter": "zero-variance"})
+    run.finish(0, 1)
+    assert not run.state.completed, "one is worked on, the other waits for that"
+    leave(run, 0, reward=0.9)
+    assert run.state.completed == {0: 0.9}
+    leave(run, 0, reward=0.1)
+    assert not run.state.completed
+
+
 def test_a_failure_costs_an_attempt_of_its_budget_and_the_work_is_ordered_again() -> None:
     run = checked(data_attempts=2, infrastructure_attempts=3)
     run.finish(0, 1)

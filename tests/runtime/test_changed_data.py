@@ -23,7 +23,7 @@ from engine.errors import ConfigError, RunDamaged, RunFailed
 from engine.plans.input_changes import settle_inputs
 from engine.plans.run_inputs import Inputs, make_prompts
 from engine.protocols.named_code import find
-from engine.record import read, replay
+from engine.record import read, recover, replay
 from engine.runtime.local.run import run_plan
 from engine.runtime.prompt_sources import MixedPrompts
 from engine.states.limits import Limits, ValidationLimits
@@ -158,8 +158,7 @@ def test_a_source_that_learns_draws_the_rows_of_the_record_after_a_change(tmp_pa
     trainer = scene.run(copy, accept=True)
     again = scene.plan(copy, trainer).make_prompts()
     assert isinstance(again, MixedPrompts) and again.learns
-    for tick in read(copy / "schedule").ticks():
-        again.watch(tick.events, tick.commands)
+    recover(read(copy / "schedule")).replay_all(again.watch)
     late = [group for group in trainer.by_group if group >= 16]
     assert late and {group: again.prompt(group).text for group in late} == {g: trainer.by_group[g] for g in late}
 

@@ -11,10 +11,8 @@ import pytest
 from remembering_trainer import Remembering
 
 import engine.runtime.local
-from engine.commands import EnterState, StartGroup
-from engine.events import GroupGenerated, ProcessLost, StateLeft
 from engine.protocols import GroupWork
-from engine.record import read
+from engine.record import read, recover
 from engine.runtime.local import SimpleGenerator, response
 from engine.runtime.prompt_sources import MixedPrompts
 from engine.states.limits import Limits
@@ -82,40 +80,9 @@ def test_asynchronous_runs_keep_their_rows_and_the_record_tells_them(tmp_path: P
     resumed = trained(tmp_path, "run-6", staleness=2, resume=True)
     for run, trainer in (("run", interrupted), ("run-6", resumed)):
         again = learning(tmp_path)
-        for tick in read(tmp_path / run / "schedule").ticks():
-            again.watch(tick.events, tick.commands)
+        recover(read(tmp_path / run / "schedule")).replay_all(again.watch)
         prompts = {group: again.prompt(group) for group in trainer.by_group}
         assert {group: prompt.text for group, prompt in prompts.items()} == trainer.by_group
-
-
-@pytest.fixture
-def resting(tmp_path: Path) -> MixedPrompts:
-    """Prompts of one source, whose rows rest once they are solved."""
-    source = Source(name="a", data=learning(tmp_path).mixture.sources[0].data, rest=PassRate(max=0.5))
-    return MixedPrompts(Mixture([source], seed=0))
-
-
-FIGURES: dict[str, Any] = {"group": 0, "trainable": 2, "reward_mean": 1.0, "reward_spread": 0.0}
-LIFE = {"attempt": 1, "replica": 0, "incarnation": 1}
-START = StartGroup(group=0, **LIFE, cause=0)
-MADE = GroupGenerated(**FIGURES, **LIFE, tokens=4, oldest_version=0, newest_version=0)
-
-
-def test_rewards_that_come_late_count_when_they_are_there(resting: MixedPrompts) -> None:
-    """A group whose reward an added state computes, and late reports of attempts that have ended."""
-    resting.watch([MADE], [START])
-    resting.watch([MADE], [EnterState(group=0, attempt=2, state="rewarding", cause=1)])
-    assert not resting.mixture._pending, "its reward is not there yet"
-    resting.watch([MADE], [])
-    assert not resting.mixture._pending, "an echo of an attempt that has ended"
-    resting.watch([StateLeft(**FIGURES, attempt=2, state="rewarding")], [])
-    assert resting.mixture._pending == {0}
-
-
-def test_a_late_reward_of_a_replica_that_is_lost_in_the_same_tick_does_not_count(resting: MixedPrompts) -> None:
-    resting.watch([], [START])
-    resting.watch([ProcessLost(kind="replica", index=0, incarnation=1, reason="ended"), MADE], [])
-    assert not resting.mixture._pending
 
 
 def test_the_figures_of_a_run_tell_its_sources(tmp_path: Path) -> None:

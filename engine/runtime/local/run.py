@@ -29,7 +29,7 @@ from engine.record import MemoryRecorder, Recorder, read
 from engine.record.files import make_run_directory, make_run_private
 from engine.runtime.local.arguments import GENERATOR, SCORER, check_arguments, has_methods, shown
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
-from engine.runtime.prompt_sources import as_prompts, listed
+from engine.runtime.prompt_sources import as_prompts, catch_up, listed
 from engine.runtime.run_history import history_of
 from engine.runtime.run_loop import RunLoop, Watchers, header_of, recorder_of
 from engine.runtime.trajectory_service import TrajectoryService
@@ -224,6 +224,8 @@ class LocalRun:
             if self.history is not None:
                 opened.callback(self.history.lock.release)
             prompts = plan.make_prompts()
+            if self.history is not None:
+                catch_up(prompts, self.history.recovered)
             self._store = (
                 LocalTrajectories()
                 if directory is None
