@@ -6,7 +6,7 @@ Ray reports its death, or if it misses heartbeats.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -286,8 +286,8 @@ class RayStores:
         self._weights = weights
         self._gateway = gateway
 
-    async def read(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        return await unpacked(await self._trajectories.get.remote([*groups]))
+    def read(self, groups: Sequence[GroupId]) -> Awaitable[list[TrajectoryGroup]]:
+        return unpacked(self._trajectories.get.remote([*groups]))
 
     def discard(self, groups: Sequence[GroupId]) -> Any:
         return self._trajectories.discard.remote(groups)

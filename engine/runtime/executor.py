@@ -5,7 +5,7 @@ Called by the driver, on its event loop. It draws prompts and runs timers itself
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from engine.commands import (
@@ -34,7 +34,6 @@ from engine.errors import reason_of
 from engine.events import GroupFailed, StateFailed, StopRequested
 from engine.ids import GroupId
 from engine.protocols import Prompts
-from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.process_port import SentOrder, Stores
 from engine.runtime.prompt_sources import CountedPrompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
@@ -64,7 +63,6 @@ class RunExecutor:
         prompts: Prompts,
         stores: Stores,
         check: Callable[[Prompt], None] = lambda prompt: None,
-        filtered: FilteredSamples | None = None,
         limit_of_prompt: Callable[[], float | None] = lambda: None,
         post: Callable[..., None],
         finish: Callable[[FinishRun], None],
@@ -80,7 +78,6 @@ class RunExecutor:
         """The added states before generation."""
         self._described = plan.described if self._prepares else None
         self._held_out = len(plan.held_out)
-        self._filtered = filtered
         self._post = post
         self._finish = finish
         self._discards: list[GroupId] = []
@@ -123,9 +120,7 @@ class RunExecutor:
                 self._order_replica(SentOrder(command))
         self.calls += self._supervisor.flush()
         if self._discards:
-            filtered = [] if self._filtered is None else self._filtered.take()
-            discarded = self._sampled(filtered, self._discards) if filtered else self._stores.discard(self._discards)
-            self._expect(discarded, self._discard_orders)
+            self._expect(self._stores.discard(self._discards), self._discard_orders)
             self.calls += self._stores.cut_agents(self._discards)
             self._discards, self._discard_orders = [], []
 
@@ -148,14 +143,6 @@ class RunExecutor:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _sampled(self, filtered: Sequence[GroupId], groups: Sequence[GroupId]) -> None:
-        """Keep samples of filtered groups, then discard all groups."""
-        assert self._filtered is not None
-        await self._filtered.keep(filtered, self._stores.read, self._spawn)
-        call = self._stores.discard(groups)
-        if call is not None:
-            await call
 
     async def _answer(self, call: Awaitable[object], numbers: list[int]) -> None:
         """Acknowledge orders after a call to a store. If it fails, they stay open; the loss of the store is reported

@@ -143,8 +143,8 @@ class Processes(Protocol):
 class Stores(Protocol):
     """The executor's calls to the stores and the gateway. Await the result for the answer; None: already done."""
 
-    async def read(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        """The trajectories of groups."""
+    def read(self, groups: Sequence[GroupId]) -> Awaitable[list[TrajectoryGroup]]:
+        """The trajectories of groups, as they are before every later call."""
 
     def discard(self, groups: Sequence[GroupId]) -> Awaitable[object] | None:
         """Delete the trajectories of groups."""

@@ -136,6 +136,7 @@ class RunLoop:
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
         self._learning: MixedPrompts | None = None
+        self._filtered: FilteredSamples | None = None
         self.endpoint: Endpoint | None = None
 
     def take_settings(self) -> None:
@@ -155,7 +156,9 @@ class RunLoop:
         if isinstance(prompts, MixedPrompts):
             self.metrics.mixed = prompts
             self._learning = prompts if prompts.learns else None
-        self._filtered = self._filtered_samples()
+        keeper = keeper_of(plan.run_dir, plan.sample_policy)
+        if keeper is not None and keeper.filtered_groups:
+            self._filtered = FilteredSamples(keeper, stores.read)
         self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
         self.executor = RunExecutor(
             plan,
@@ -163,7 +166,6 @@ class RunLoop:
             prompts=prompts,
             stores=stores,
             check=processes.check,
-            filtered=self._filtered,
             limit_of_prompt=self._limit_of_prompt,
             post=self.post,
             finish=self._finish,
@@ -175,15 +177,6 @@ class RunLoop:
         if plan.metrics_port is not None:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
-
-    def _filtered_samples(self) -> FilteredSamples | None:
-        """None: the run keeps no samples of filtered groups."""
-        plan, state = self.plan, self.scheduler.state
-        keeper = keeper_of(plan.run_dir, plan.sample_policy)
-        if keeper is None or not keeper.filtered_groups:
-            return None
-        filter = PolicySet.from_names(plan.policies).names["filter"]
-        return FilteredSamples(keeper, lambda: state.training.steps_trained, filter)
 
     def _limit_of_prompt(self) -> float | None:
         """Seconds that reading a prompt may take: as long as a draw."""
@@ -240,6 +233,8 @@ class RunLoop:
         """Execute no more orders, and report no more lost processes."""
         self.executor.close()
         self.supervisor.stop_watching()
+        if self._filtered is not None:
+            self._filtered.close()
 
     def close(self) -> None:
         """Close the record, the metrics, the metrics endpoint and the process that reads the record."""
@@ -257,9 +252,10 @@ class RunLoop:
     def _observe(self, tick: Tick) -> None:
         if self._history is not None:
             self._history.wake()
+        state = self.scheduler.state
         if self._learning is not None:
-            self._learning.watch(tick, self.scheduler.state)
-        if self._filtered is not None:
-            self._filtered.note(self.scheduler.state.filtered)
+            self._learning.watch(tick, state)
+        if self._filtered is not None and state.filtered:
+            self._filtered.keep(state.filtered, state.training.steps_trained, self.scheduler.policies.names["filter"])
         self.metrics.observe(tick)
         self.watchers.soon()

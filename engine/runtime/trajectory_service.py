@@ -136,8 +136,9 @@ class TrajectoryService:
             await asyncio.Event().wait()
 
 
-async def unpacked(packed: Sequence[bytes | TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Groups that a store may have returned packed. Large ones are unpacked on a thread."""
+async def unpacked(answer: Awaitable[Sequence[bytes | TrajectoryGroup]]) -> list[TrajectoryGroup]:
+    """The groups in a store's answer, which may be packed. Large ones are unpacked on a thread."""
+    packed = await answer
 
     def unpack() -> list[TrajectoryGroup]:
         return [unpack_group(one) if isinstance(one, bytes) else one for one in packed]
@@ -201,7 +202,7 @@ class PackedTrajectories:
         return None if packed is None else unpack_group(packed)
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        return await unpacked(await self._call(self._store.get, list(groups)))
+        return await unpacked(self._call(self._store.get, list(groups)))
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]

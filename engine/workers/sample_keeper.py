@@ -162,18 +162,14 @@ class SampleKeeper:
             await self._keep(whose, self._write_failure, group, rollouts, attempt, version, error)
 
     async def keep_filtered(self, group: TrajectoryGroup, step: StepId, filter: str) -> None:
-        """Keep responses of a group that a filter dropped before the end of train step `step`. Never raises."""
+        """Keep responses of a group that a filter dropped before the end of train step `step`, if there is room: an
+        earlier process may have kept some. Never raises."""
         await self._keep(f"of filtered group {group.group}", self._write_filtered, group, step, filter)
 
     @property
     def filtered_groups(self) -> int:
         """Maximum number of filtered groups of which a response is kept before each train step."""
         return self.policy.per_step // self._of_filtered if self.policy.per_step else 0
-
-    def count_filtered(self, step: StepId) -> int:
-        """Number of filtered groups before the end of a train step with samples. Raises: what `SampleFiles.rows`
-        raises."""
-        return len({row["group"] for row in self._files.rows(FILTERED, [step])})
 
     @property
     def _of_filtered(self) -> int:
@@ -258,6 +254,8 @@ class SampleKeeper:
         self._files.write_failure(group.group, attempt, rows)
 
     def _write_filtered(self, group: TrajectoryGroup, step: StepId, filter: str) -> None:
+        if len({row["group"] for row in self._files.rows(FILTERED, [step])}) >= self.filtered_groups:
+            return
         rollouts = group.rollouts
         trainable, mean, spread = reward_figures(group)
         seen = f"{trainable} trainable responses, mean reward {mean:.4g}, largest minus smallest reward {spread:.4g}"

@@ -1,7 +1,8 @@
 """Samples of groups that the filter dropped: a few of each step, with what the filter saw, also after a restart."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from engine.ids import GroupId
 from engine.protocols import GroupWork
 from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.local import response
+from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.storage.samples import FILTERED, FOLDER, SampleFiles, SamplePolicy
-from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.sample_keeper import FILTERED_GROUPS, SampleKeeper
 
 
@@ -62,23 +64,43 @@ def test_no_filtered_group_is_kept_if_samples_are_off(tmp_path: Path, capsys: py
     assert "has no samples of filtered groups" in capsys.readouterr().err
 
 
+def flat_group(group: GroupId) -> TrajectoryGroup:
+    one = [response([1], reward=1.0, version=0)]
+    return TrajectoryGroup(group=group, prompt=Prompt(row=0, text="?"), trajectories=one)
+
+
 def test_a_restarted_run_counts_the_filtered_groups_of_its_step(tmp_path: Path) -> None:
     async def add(first: int, read_fails: bool = False) -> None:
-        waiting: list[Coroutine[Any, Any, None]] = []
-        made = FilteredSamples(SampleKeeper(tmp_path, SamplePolicy(per_step=3)), lambda: 7, "mine")
-
         async def read(groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
             if read_fails:
                 raise OSError("the store is gone")
-            prompt = engine.protocols.Prompt(row=0, text="?")
-            one = [response([1], reward=1.0, version=0)]
-            return [TrajectoryGroup(group=group, prompt=prompt, trajectories=one) for group in groups]
+            return [*map(flat_group, groups)]
 
-        await made.keep([first, first + 1], read, waiting.append)
-        for write in waiting:
-            await write
+        made = FilteredSamples(SampleKeeper(tmp_path, SamplePolicy(per_step=3)), read)
+        made.keep([first, first + 1], 7, "mine")
+        await asyncio.wait(made._tasks)
 
     asyncio.run(add(20, read_fails=True))
     asyncio.run(add(30))
     asyncio.run(add(40))
     assert [row["group"] for row in kept(tmp_path)] == [30, 31, 40], "three responses of a step"
+
+
+def test_a_disk_that_hangs_delays_no_discard(tmp_path: Path) -> None:
+    hanging = tmp_path / FOLDER / "filter-000007-000003.jsonl"
+    hanging.parent.mkdir()
+    os.mkfifo(hanging)  # to read it waits for a writer
+
+    async def drop() -> None:
+        store = LocalTrajectories()
+        stores = LocalStores(store, LocalWeights())
+        await store.put(flat_group(3), attempt=1)
+        made = FilteredSamples(SampleKeeper(tmp_path, SamplePolicy()), stores.read)
+        made.keep([3], 7, "mine")
+        await asyncio.create_task(stores.discard([3]))
+        assert store.store.stats().groups == 0
+        (await asyncio.to_thread(open, hanging, "wb")).close()
+        await asyncio.wait(made._tasks)
+
+    asyncio.run(drop())
+    assert [row["group"] for row in kept(tmp_path)] == [3]

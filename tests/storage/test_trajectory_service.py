@@ -64,8 +64,11 @@ def test_only_large_groups_are_unpacked_on_a_thread(monkeypatch: pytest.MonkeyPa
         threads.append(threading.get_ident())
         return unpack_group(data)
 
+    async def answer(group: TrajectoryGroup) -> list[bytes | TrajectoryGroup]:
+        return [pack_group(group), group]
+
     monkeypatch.setattr("engine.runtime.trajectory_service.unpack_group", noted)
     for tokens, own in ((2, True), (SMALL_BYTES, False)):
         group = group_of(tokens)
-        assert asyncio.run(unpacked([pack_group(group), group])) == [group, group]
+        assert asyncio.run(unpacked(answer(group))) == [group, group]
         assert (threads[-1] == threading.get_ident()) is own

@@ -278,8 +278,8 @@ class LocalStores:
         self._store = store
         self._weights = weights
 
-    async def read(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        return await unpacked(await self._store.get([*groups]))
+    def read(self, groups: Sequence[GroupId]) -> Awaitable[list[TrajectoryGroup]]:
+        return unpacked(self._store.get([*groups]))
 
     def discard(self, groups: Sequence[GroupId]) -> Awaitable[None]:
         return self._store.discard([*groups])
