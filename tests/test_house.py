@@ -7,6 +7,7 @@ and nothing to complain of, and on a sample that breaks it, where it must compla
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -562,6 +563,23 @@ def test_the_architecture_shows_every_order_as_the_table_has_it() -> None:
     _, found, rest = page.partition("| order | key | echo | owner | limit | answered by |\n|---|---|---|---|---|---|\n")
     assert found, "found no table to check"
     assert list(takewhile(lambda line: line.startswith("|"), rest.splitlines())) == order_rows()
+
+
+EVENT_PATH_NAMES = re.compile(r'(?:paint-order="stroke"|font-weight="600")>(.*)</text>')
+"""Texts of docs/img/event_path.svg: its title, folders and their files."""
+
+
+def test_the_picture_of_an_event_has_the_files_of_a_run_now() -> None:
+    """Every file, in the order of the first calls; the number of calls may differ by a tenth."""
+    program = runpy.run_path(str(ROOT / "benchmarks" / "event_path.py"))
+    path = program["median_path"](program["paths"]())
+    shown = program["PICTURE"].read_text(encoding="utf-8")
+    stale = "docs/img/event_path.svg is stale: run python benchmarks/event_path.py --draw, and look at it"
+    names, names_now = (re.sub(r"\d", "", "|".join(EVENT_PATH_NAMES.findall(text)))
+                        for text in (shown, program["drawing"](path)))  # fmt: skip
+    assert names == names_now != "", stale
+    (calls,) = re.findall(r", (\d+) calls</text>", shown)
+    assert 0.9 * int(calls) <= len(path) <= 1.1 * int(calls), stale
 
 
 def test_the_readme_is_short() -> None:

@@ -1,7 +1,6 @@
-"""The pictures of the docs that are drawn from runs."""
+"""The pictures of the docs that are drawn from simulated runs."""
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,8 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-NAMES = r'(?:paint-order="stroke"|font-weight="600")>(.*)</text>'
-"""Texts of docs/img/event_path.svg: folders and their files."""
-
-
-def load(program: Path = DOCS / "pictures.py") -> Any:
-    spec = importlib.util.spec_from_file_location(program.stem, program)
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,18 +30,6 @@ def test_a_picture_is_what_its_runs_draw_now(name: str) -> None:
 def test_the_picture_of_a_report_is_of_the_present_page() -> None:
     drawn_from = load().source_of_report().encode()
     assert drawn_from in (DOCS / "img" / "report.png").read_bytes(), "run python docs/pictures.py, and look at it"
-
-
-def test_the_picture_of_an_event_has_the_files_of_a_run_now() -> None:
-    """Every file, in the order of the first calls; the number of calls may differ by a tenth."""
-    program = load(DOCS.parent / "benchmarks" / "event_path.py")
-    path = program.median_path(program.paths())
-    shown, now = program.PICTURE.read_text(encoding="utf-8"), program.drawing(path)
-    stale = "docs/img/event_path.svg is stale: run python benchmarks/event_path.py --draw, and look at it"
-    names, names_now = (re.sub(r"\d+", "", "\n".join(re.findall(NAMES, text))) for text in (shown, now))
-    assert names == names_now != "", stale
-    (calls,) = re.findall(r", (\d+) calls</text>", shown)
-    assert 0.9 * int(calls) <= len(path) <= 1.1 * int(calls), stale
 
 
 def test_help_and_an_unknown_name_draw_nothing(
