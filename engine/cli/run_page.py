@@ -150,7 +150,7 @@ def _with_changes(tree: dict[str, Any], record: "Record") -> dict[str, Any]:
         before, now = Limits.from_plain(dict(record.header.limits)), record.limits()
     except (ConfigError, TypeError, ValueError):
         return tree  # another engine version, with other limits, wrote the record
-    for path, (field, *_) in FIGURES.items():
+    for path, field in FIGURES.items():
         value = attrgetter(field)(now)
         section, _, name = path.rpartition(".")
         if value != attrgetter(field)(before) and isinstance(tree.get(section, {}), dict):

@@ -139,7 +139,7 @@ def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Setting
     found = []
     for path in changed:
         decision = path.removeprefix(POLICIES)
-        value = attrgetter(FIGURES[path][0])(limits) if path in FIGURES else names.get(decision, "stop")
+        value = attrgetter(FIGURES[path])(limits) if path in FIGURES else names.get(decision, "stop")
         found.append((path, "null" if value is None else str(value)))
     falls = limits.max_staleness_steps < before.limits.max_staleness_steps
     return tuple(sorted(found, key=lambda one: falls and one[0] == "scheduler.max_staleness_steps"))

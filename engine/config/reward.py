@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from engine.config.limit_fields import limit_field
 from engine.errors import ConfigError, choice
 from engine.section import NAMED, Section
-from engine.states.limits import BOUNDS
 
 OTHER_FIGURES = ("mean", "std", "histograms")
 """Names that a function cannot have, because the metrics `reward_mean` and so on have other meanings."""
@@ -84,11 +84,7 @@ class RewardSection(Section):
         le=86_400,
         description="Time limit of one call of a reward function, in seconds; after that, it fails.",
     )
-    max_failure_share: float | None = Field(
-        0.5,
-        description="Maximum share of the latest attempts that may fail because of rewards or data; null: no limit.",
-        **BOUNDS["max_failure_share"].as_field(),
-    )
+    max_failure_share: float | None = limit_field("max_failure_share", 0.5)
 
     @property
     def longest_s(self) -> float:

@@ -5,10 +5,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from engine.config.limit_fields import limit_field
 from engine.errors import ConfigError
 from engine.rollout.vllm.engine_args import refuse_own, workers_of
 from engine.section import DEVICE, GENERATOR, Section
-from engine.states.limits import BOUNDS
 
 # -- servers -----------------------------------------------------------------------------------------------------------
 
@@ -103,16 +103,8 @@ class RolloutSection(Section):
         description="Maximum size of one message of weights, and of one file of staged weights, in MiB. A sender and a "
         "receiver need that much memory in addition to the tensors.",
     )
-    straggler_factor: float | None = Field(
-        None,
-        **BOUNDS["straggler_factor"].as_field(),
-        description="A replica that is this many times slower per token gives groups to idle replicas; null: never.",
-    )
-    give_up_s: float = Field(
-        0.0,
-        **BOUNDS["give_up_s"].as_field(),
-        description="Seconds that a run without replicas waits for a new one before it ends.",
-    )
+    straggler_factor: float | None = limit_field("straggler_factor")
+    give_up_s: float = limit_field("give_up_s")
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
     top_p: float = Field(
         1.0,

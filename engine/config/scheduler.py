@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
+from engine.config.limit_fields import limit_field
 from engine.errors import ConfigError, nearest_divisor
 from engine.policies import DEFAULTS
 from engine.section import Section
-from engine.states.limits import BOUNDS, ROUNDING
+from engine.states.limits import ROUNDING
 from engine.states.timeouts import KINDS, MOST_S, Timeouts
 
 Seconds = Annotated[float, Field(gt=0, le=MOST_S)]
@@ -82,59 +83,28 @@ class PoliciesSection(Section):
 class SchedulerSection(Section):
     """Batch sizes, concurrency and staleness: B, S, K and k of the laws."""
 
-    train_batch_size: int = Field(
-        8, **BOUNDS["train_batch_size"].as_field(), description="B: prompt groups per train step."
-    )
+    train_batch_size: int = limit_field("train_batch_size", 8)
     policy_mini_batch_size: int = Field(
         0, ge=0, le=1_000_000, description="Prompt groups per optimizer update; must divide B; 0: B."
     )
     samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
-    max_staleness_steps: int = Field(
-        1,
-        **BOUNDS["max_staleness_steps"].as_field(),
-        description="S: maximum number of train steps that a group's oldest token may lag behind.",
-    )
-    max_concurrent_groups: int = Field(
-        0,
-        ge=0,
-        le=int(BOUNDS["max_concurrent_groups"].most),
-        description="K: maximum groups running at once, from B to B·(1 + async_ratio + over_sample); 0: this maximum.",
-    )
+    max_staleness_steps: int = limit_field("max_staleness_steps", 1)
+    max_concurrent_groups: int = limit_field("max_concurrent_groups", 0, least=0)
     async_ratio: float | None = Field(
         None, ge=0, le=10_000, description="Groups held in addition to one batch, in batches, from k-1 to S; null: S."
     )
     over_sample: float = Field(
         0.0, ge=0, le=100, description="Extra groups to start, in batches; when a batch is full, the rest are dropped."
     )
-    sync_every: int = Field(
-        1, **BOUNDS["sync_every"].as_field(), description="k: publish weights after every k-th train step; at most S+1."
-    )
+    sync_every: int = limit_field("sync_every")
     train_after_sync: bool = Field(
         False, description="Start a train step only when every replica has the newest weights, as in one-step-off."
     )
-    deadline_timeout_s: float = Field(
-        60.0,
-        **BOUNDS["deadline_timeout_s"].as_field(),
-        description="Seconds that a step waits for groups before a deadline policy other than wait acts.",
-    )
-    max_drops: int = Field(
-        4, **BOUNDS["max_drops"].as_field(), description="How often a step may drop stragglers before it only waits."
-    )
-    max_filtered_in_a_row: int = Field(
-        1000,
-        **BOUNDS["max_filtered_in_a_row"].as_field(),
-        description="Groups in a row that the filter may drop before the run fails; 4·K if that is more.",
-    )
-    infrastructure_attempts: int = Field(
-        5,
-        **BOUNDS["infrastructure_attempts"].as_field(),
-        description="Maximum attempts of a group that end in infrastructure failures.",
-    )
-    data_attempts: int = Field(
-        2,
-        **BOUNDS["data_attempts"].as_field(),
-        description="Maximum attempts of a group that end in failures of its data or reward, or in repeated hangs.",
-    )
+    deadline_timeout_s: float = limit_field("deadline_timeout_s")
+    max_drops: int = limit_field("max_drops")
+    max_filtered_in_a_row: int = limit_field("max_filtered_in_a_row")
+    infrastructure_attempts: int = limit_field("infrastructure_attempts")
+    data_attempts: int = limit_field("data_attempts")
     states: tuple[str, ...] = Field(
         (),
         strict=False,

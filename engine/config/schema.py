@@ -13,6 +13,7 @@ from pydantic import ModelWrapValidatorHandler, model_validator
 
 from engine.config.deterministic import settle_deterministic
 from engine.config.laws import refuse_unlawful
+from engine.config.limit_fields import given_limits
 from engine.config.pools import check_pools, limit_pools, rewarding, settle_pools
 from engine.config.secrets import refuse_secrets
 from engine.config.sections import Sections
@@ -53,22 +54,9 @@ class Config(Sections):
         """The limits for the scheduler. Raises: ConfigError if they break law 2 (docs/ARCHITECTURE.md)."""
         s, r, v = self.scheduler, self.rollout, self.validation
         return Limits(
-            train_batch_size=s.train_batch_size,
-            max_staleness_steps=s.max_staleness_steps,
-            max_concurrent_groups=s.max_concurrent_groups,
-            sync_every=s.sync_every,
-            max_steps=self.run.max_steps,
+            **given_limits(self),
             sync_mode=r.sync_mode,
             scoring_tasks=self.trainer_settings.scoring_tasks(s.train_batch_size),
-            deadline_timeout_s=s.deadline_timeout_s,
-            max_drops=s.max_drops,
-            max_filtered_in_a_row=s.max_filtered_in_a_row,
-            max_failure_share=self.reward.max_failure_share,
-            infrastructure_attempts=s.infrastructure_attempts,
-            data_attempts=s.data_attempts,
-            checkpoint_every=self.trainer.checkpoint_every,
-            keep_checkpoints=self.trainer.keep_checkpoints,
-            keep_checkpoints_every=self.trainer.keep_checkpoints_every,
             keep_best="" if self.trainer.keep_best is None else self.trainer.keep_best.metric,
             keep_best_mode="max" if self.trainer.keep_best is None else self.trainer.keep_best.mode,
             validation=validation_limits(v, r, self.reward, s.samples_per_prompt) if self.held_out else None,
@@ -83,9 +71,6 @@ class Config(Sections):
                 stage=s.state_timeout_s,
                 sync=max(r.transport_timeout_s, r.install_timeout_s),
             ),
-            straggler_factor=r.straggler_factor,
-            give_up_s=r.give_up_s,
-            drain_s=self.durability.drain_s,
         )
 
     @property

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from engine.config.agent import AgentSection, EnvironmentSection
 from engine.config.cluster import ClusterSection
 from engine.config.data import DataSection
+from engine.config.limit_fields import limit_field
 from engine.config.model import ModelSection
 from engine.config.paths import RUNS
 from engine.config.reports import SamplesSection, SinksSection
@@ -21,7 +22,7 @@ from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection
 from engine.errors import ConfigError
 from engine.section import HostName, Section
-from engine.states.limits import BOUNDS, TASKS
+from engine.states.limits import TASKS
 
 
 class ListenerSection(Section):
@@ -52,11 +53,7 @@ class RunSection(Section):
         RUNS, min_length=1, description="Parent of the run directories; by default runs/ in the working directory."
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of data order, sampling and models of model.make.")
-    max_steps: int | None = Field(
-        None,
-        **BOUNDS["max_steps"].as_field(),
-        description="Number of train steps; null: until the data ends.",
-    )
+    max_steps: int | None = limit_field("max_steps")
     epochs: int | None = Field(1, ge=1, le=1_000_000, description="Passes over the data; null: until max_steps.")
     silence_s: float = Field(
         300.0,
@@ -111,11 +108,7 @@ class DurabilitySection(Section):
         le=1 << 20,
         description="Size of the memory cache of the newest trajectories, in MiB.",
     )
-    drain_s: float | None = Field(
-        None,
-        **BOUNDS["drain_s"].as_field(),
-        description="Maximum seconds of a drain; then the run stops. null: no limit.",
-    )
+    drain_s: float | None = limit_field("drain_s")
     snapshot_every: int = Field(
         12_500,
         ge=0,

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from engine.config.limit_fields import limit_field
 from engine.errors import ConfigError
 from engine.section import DEVICE, TRAINER, Section
-from engine.states.limits import BOUNDS
 from engine.training.custom_functions import CustomFunction, is_custom
 from engine.training.lora import CONFIG_FILE, Lora, without_experts
 from engine.training.named_tensors import Shapes
@@ -54,21 +54,9 @@ class TrainerSection(StepChoices):
         le=100_000,
         description="Memory of each rank's device; `engine check` refuses what cannot fit; 0: unknown.",
     )
-    checkpoint_every: int = Field(
-        10,
-        **BOUNDS["checkpoint_every"].as_field(),
-        description="Train steps between checkpoints; the last step also makes one. 0: no checkpoints.",
-    )
-    keep_checkpoints: int = Field(
-        2,
-        **BOUNDS["keep_checkpoints"].as_field(),
-        description="Number of newest checkpoints to keep; others are deleted.",
-    )
-    keep_checkpoints_every: int = Field(
-        0,
-        **BOUNDS["keep_checkpoints_every"].as_field(),
-        description="Keep a checkpoint permanently after every so many train steps; 0: none.",
-    )
+    checkpoint_every: int = limit_field("checkpoint_every", 10)
+    keep_checkpoints: int = limit_field("keep_checkpoints")
+    keep_checkpoints_every: int = limit_field("keep_checkpoints_every")
 
     keep_best: KeepBestSection | None = Field(
         None, description="Also keep the best checkpoint by a validation metric; null: only the newest ones."

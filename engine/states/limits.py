@@ -3,9 +3,8 @@
 Built by the config layer or by a library user; recorded in the header of a schedule; never changed by the scheduler.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import floor, isfinite
 from typing import Any, NamedTuple
 
@@ -24,11 +23,15 @@ class Bound:
     """Its name in the configuration."""
     least: float
     most: float
+    text: str = ""
+    """Its description in the configuration."""
     above: bool = False
     """More than `least`; else `least` will do."""
     whole: bool = True
     optional: bool = False
     """It may be None."""
+    live: bool = False
+    """It can be changed in a running run."""
 
     def check(self, value: Any) -> None:
         """Raises: `ConfigError` for a value that is out of bounds, or no number."""
@@ -44,36 +47,10 @@ class Bound:
         law = f"must be {kind} {span}{', or null' if self.optional else ''}"
         raise ConfigError(self.path, value, law, f"use {'a value' if self.above else 'one'} {span}")
 
-    def as_field(self) -> dict[str, Any]:
-        """The same bound as pydantic has it."""
-        ends = {"gt" if self.above else "ge": self.least, "le": self.most}
-        return {name: int(end) if self.whole else end for name, end in ends.items()}
 
-
-BOUNDS: dict[str, Bound] = {
-    "train_batch_size": Bound("scheduler.train_batch_size", 1, 1_000_000),
-    "max_staleness_steps": Bound("scheduler.max_staleness_steps", 0, 10_000),
-    "max_concurrent_groups": Bound("scheduler.max_concurrent_groups", 1, 1 << 40),
-    "sync_every": Bound("scheduler.sync_every", 1, 10_000),
-    "max_steps": Bound("run.max_steps", 1, 1 << 40, optional=True),
-    "deadline_timeout_s": Bound("scheduler.deadline_timeout_s", 0, 86_400, above=True, whole=False),
-    "max_drops": Bound("scheduler.max_drops", 0, 1_000_000),
-    "max_filtered_in_a_row": Bound("scheduler.max_filtered_in_a_row", 1, 1_000_000_000),
-    "max_failure_share": Bound("reward.max_failure_share", 0, 1, whole=False, optional=True),
-    "infrastructure_attempts": Bound("scheduler.infrastructure_attempts", 1, 1000),
-    "data_attempts": Bound("scheduler.data_attempts", 1, 1000),
-    "checkpoint_every": Bound("trainer.checkpoint_every", 0, 1 << 40),
-    "keep_checkpoints": Bound("trainer.keep_checkpoints", 1, 1000),
-    "keep_checkpoints_every": Bound("trainer.keep_checkpoints_every", 0, 1_000_000),
-    "straggler_factor": Bound("rollout.straggler_factor", 1, 1_000_000, above=True, whole=False, optional=True),
-    "drain_s": Bound("durability.drain_s", 0, 86_400, above=True, whole=False, optional=True),
-    "replica_restarts": Bound("limits.replica_restarts", 0, 1_000_000),
-    "trainer_restarts": Bound("limits.trainer_restarts", 0, 1_000_000),
-    "worker_restarts": Bound("limits.worker_restarts", 0, 1_000_000),
-    "run_restarts": Bound("limits.run_restarts", 0, 1_000_000),
-    "give_up_s": Bound("rollout.give_up_s", 0, 1_000_000, whole=False),
-}
-"""By the field of `Limits`."""
+def _bounded(path: str, least: float, most: float, text: str = "", **other: bool) -> dict[str, Bound]:
+    """The metadata of a field of `Limits` with this bound."""
+    return {"bound": Bound(path, least, most, text, **other)}
 
 
 # -- the limits of a run, and the laws between them --------------------------------------------------------------------
@@ -117,9 +94,9 @@ class ValidationSet:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for field in ("prompts", "samples"):
-            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
-                raise ConfigError(f"validation.sets.{field}", getattr(self, field), "must be at least 1", "use 1")
+        for name in ("prompts", "samples"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ConfigError(f"validation.sets.{name}", getattr(self, name), "must be at least 1", "use 1")
         for k in self.k:
             if type(k) is not int or not 1 <= k <= self.samples:
                 law = f"must be from 1 to {self.samples}, the responses to each prompt of the set {self.name}"
@@ -181,9 +158,9 @@ class ValidationLimits:
         raise IndexError(f"row {row} does not exist: a validation has {self.rows} rows")
 
     def __post_init__(self) -> None:
-        for field in ("rows", "rows_per_slot", "replicas"):
-            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
-                raise ConfigError(f"validation.{field}", getattr(self, field), "must be at least 1", "use 1")
+        for name in ("rows", "rows_per_slot", "replicas"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ConfigError(f"validation.{name}", getattr(self, name), "must be at least 1", "use 1")
         names = [one.name for one in self.sets]
         for index, name in enumerate(names):
             if name in names[:index]:
@@ -232,8 +209,8 @@ class AddedState:
 
     def __post_init__(self) -> None:
         if type(self.concurrency) is not int or self.concurrency < 1:
-            field = f"scheduler.states.{self.name}.concurrency"
-            raise ConfigError(field, self.concurrency, "must be at least 1", "use 1")
+            path = f"scheduler.states.{self.name}.concurrency"
+            raise ConfigError(path, self.concurrency, "must be at least 1", "use 1")
 
 
 ROUNDING = 1e-9
@@ -246,32 +223,51 @@ SUCCESSES_DUE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds and budgets of one run; B, S, K and k of the laws are its first four fields."""
+    """Bounds and budgets of one run; B, S, K and k of the laws are its first four fields. A field with a bound is also
+    one of the configuration, with the same description (`engine.config.limit_fields`)."""
 
-    train_batch_size: int
-    """B: prompt groups one outer train step consumes."""
-    max_staleness_steps: int
-    """S: train steps the oldest token of a group may lag behind the step that consumes it."""
-    max_concurrent_groups: int
-    """K: prompt groups being generated at once."""
-    sync_every: int = 1
-    """k: publish after every k-th train step, and after the last."""
-    max_steps: int | None = None
-    """Train steps of the run; None: until the prompts are used up."""
+    train_batch_size: int = field(metadata=_bounded(
+        "scheduler.train_batch_size", 1, 1_000_000, "B: prompt groups per train step.",
+    ))  # fmt: skip
+    max_staleness_steps: int = field(metadata=_bounded(
+        "scheduler.max_staleness_steps", 0, 10_000,
+        "S: maximum number of train steps that a group's oldest token may lag behind.", live=True,
+    ))  # fmt: skip
+    max_concurrent_groups: int = field(metadata=_bounded(
+        "scheduler.max_concurrent_groups", 1, 1 << 40,
+        "K: maximum groups running at once, from B to B·(1 + async_ratio + over_sample); 0: this maximum.",
+        live=True,
+    ))  # fmt: skip
+    sync_every: int = field(default=1, metadata=_bounded(
+        "scheduler.sync_every", 1, 10_000, "k: publish weights after every k-th train step; at most S+1.",
+    ))  # fmt: skip
+    max_steps: int | None = field(default=None, metadata=_bounded(
+        "run.max_steps", 1, 1 << 40, "Number of train steps; null: until the data ends.", optional=True, live=True,
+    ))  # fmt: skip
     sync_mode: str = "keep"
     """What happens to running groups when a replica takes new weights: `keep`, `abort` or `wait`."""
     scoring_tasks: tuple[str, ...] = ()
     """Scoring each batch needs before it is trained, in order."""
-    deadline_timeout_s: float = 60.0
-    """How long a step whose other places are ready waits for stragglers before the deadline policy acts."""
-    max_drops: int = 4
-    """How often the deadline policy may act for one step; after that the step waits."""
-    infrastructure_attempts: int = 5
-    """Attempts lost to replicas and the network before a group, an install, a step or a publication fails."""
-    data_attempts: int = 2
-    """Attempts lost to a prompt, its data or its reward before the group fails."""
-    checkpoint_every: int = 0
-    """Save a checkpoint after every so many train steps and after the last; 0: never."""
+    deadline_timeout_s: float = field(default=60.0, metadata=_bounded(
+        "scheduler.deadline_timeout_s", 0, 86_400,
+        "Seconds that a step waits for groups before a deadline policy other than wait acts.", above=True,
+        whole=False, live=True,
+    ))  # fmt: skip
+    max_drops: int = field(default=4, metadata=_bounded(
+        "scheduler.max_drops", 0, 1_000_000, "How often a step may drop stragglers before it only waits.", live=True,
+    ))  # fmt: skip
+    infrastructure_attempts: int = field(default=5, metadata=_bounded(
+        "scheduler.infrastructure_attempts", 1, 1000,
+        "Maximum attempts of a group that end in infrastructure failures.", live=True,
+    ))  # fmt: skip
+    data_attempts: int = field(default=2, metadata=_bounded(
+        "scheduler.data_attempts", 1, 1000,
+        "Maximum attempts of a group that end in failures of its data or reward, or in repeated hangs.", live=True,
+    ))  # fmt: skip
+    checkpoint_every: int = field(default=0, metadata=_bounded(
+        "trainer.checkpoint_every", 0, 1 << 40,
+        "Train steps between checkpoints; the last step also makes one. 0: no checkpoints.",
+    ))  # fmt: skip
     validation: ValidationLimits | None = None
     """What validations measure; None: there are none."""
     pools: tuple[Pool, ...] = ()
@@ -286,32 +282,45 @@ class Limits:
     """What groups and train steps pass through besides the states of their tables, in order."""
     keeps_batches: bool = False
     """Trajectories stay in their store until a checkpoint contains their step: it can be trained again from them."""
-    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     """How long orders may take, by kind."""
-    straggler_factor: float | None = None
-    """A replica that takes this many times as long for a token as the others hands groups over to idle faster
-    ones; None: none does."""
-    give_up_s: float = 0.0
-    """How long a run waits for a replica once the last one is gone for good; then it ends, resumably."""
-    drain_s: float | None = None
-    """How long a drain may take before the run stops as it is; None: as long as it takes."""
-    replica_restarts: int = 3
+    straggler_factor: float | None = field(default=None, metadata=_bounded(
+        "rollout.straggler_factor", 1, 1_000_000,
+        "A replica that is this many times slower per token gives groups to idle replicas; null: never.", above=True,
+        whole=False, optional=True, live=True,
+    ))  # fmt: skip
+    give_up_s: float = field(default=0.0, metadata=_bounded(
+        "rollout.give_up_s", 0, 1_000_000, "Seconds that a run without replicas waits for a new one before it ends.",
+        whole=False, live=True,
+    ))  # fmt: skip
+    drain_s: float | None = field(default=None, metadata=_bounded(
+        "durability.drain_s", 0, 86_400, "Maximum seconds of a drain; then the run stops. null: no limit.",
+        above=True, whole=False, optional=True, live=True,
+    ))  # fmt: skip
+    replica_restarts: int = field(default=3, metadata=_bounded("limits.replica_restarts", 0, 1_000_000))
     """Lives of one replica that may end in a row without a train step in between and be followed by another."""
-    trainer_restarts: int = 3
+    trainer_restarts: int = field(default=3, metadata=_bounded("limits.trainer_restarts", 0, 1_000_000))
     """The same for the trainer."""
-    worker_restarts: int = 3
+    worker_restarts: int = field(default=3, metadata=_bounded("limits.worker_restarts", 0, 1_000_000))
     """The same for each scorer and the process of the added states, without an answered order in between."""
-    run_restarts: int = 5
+    run_restarts: int = field(default=5, metadata=_bounded("limits.run_restarts", 0, 1_000_000))
     """Times in a row, without a train step in between, that the run is begun again from its record."""
-    max_filtered_in_a_row: int = 1000
-    """Groups that the filter may drop one after another before the run ends; see `filtered_in_a_row`."""
-    max_failure_share: float | None = None
-    """Share of the latest attempts that may fail for cause `data` before the run ends; None: any. It
-    applies from `failures_in_a_row` attempts on."""
-    keep_checkpoints: int = 2
-    """Number of the newest checkpoints that are kept."""
-    keep_checkpoints_every: int = 0
-    """Every checkpoint whose train steps are a multiple of this is kept for good; 0: none."""
+    max_filtered_in_a_row: int = field(default=1000, metadata=_bounded(
+        "scheduler.max_filtered_in_a_row", 1, 1_000_000_000,
+        "Groups in a row that the filter may drop before the run fails; 4·K if that is more.", live=True,
+    ))  # fmt: skip
+    max_failure_share: float | None = field(default=None, metadata=_bounded(
+        "reward.max_failure_share", 0, 1,
+        "Maximum share of the latest attempts that may fail because of rewards or data; null: no limit.",
+        whole=False, optional=True, live=True,
+    ))  # fmt: skip
+    keep_checkpoints: int = field(default=2, metadata=_bounded(
+        "trainer.keep_checkpoints", 1, 1000, "Number of newest checkpoints to keep; others are deleted.", live=True,
+    ))  # fmt: skip
+    keep_checkpoints_every: int = field(default=0, metadata=_bounded(
+        "trainer.keep_checkpoints_every", 0, 1_000_000,
+        "Keep a checkpoint permanently after every so many train steps; 0: none.", live=True,
+    ))  # fmt: skip
     keep_best: str = ""
     """The checkpoint with the best value of this figure of a validation is kept: `accuracy`, `reward_mean` or
     `SET/METRIC`; empty: none is."""
@@ -393,8 +402,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every
-        for field, bound in BOUNDS.items():
-            bound.check(getattr(self, field))
+        for name, bound in BOUNDS.items():
+            bound.check(getattr(self, name))
         self._check_types()
         if len(set(self.scoring_tasks)) < len(self.scoring_tasks):
             raise ConfigError("limits.scoring_tasks", self.scoring_tasks, "names a task twice", "name each once")
@@ -427,14 +436,14 @@ class Limits:
     def _check_types(self) -> None:
         """Of the fields that are no figures."""
         parts = {"validation": ValidationLimits, "timeouts": Timeouts, "keep_best": str}
-        for field, kind in parts.items():
-            value = getattr(self, field)
-            if not isinstance(value, kind) and not (value is None and field == "validation"):
-                raise ConfigError(f"limits.{field}", value, f"must be a {kind.__name__}")
-        for field, kind in (("scoring_tasks", str), ("pools", Pool), ("added_states", AddedState)):
-            value = getattr(self, field)
+        for name, kind in parts.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (value is None and name == "validation"):
+                raise ConfigError(f"limits.{name}", value, f"must be a {kind.__name__}")
+        for name, kind in (("scoring_tasks", str), ("pools", Pool), ("added_states", AddedState)):
+            value = getattr(self, name)
             if not isinstance(value, tuple | list) or not all(isinstance(entry, kind) for entry in value):
-                raise ConfigError(f"limits.{field}", value, f"must be a tuple of {kind.__name__}")
+                raise ConfigError(f"limits.{name}", value, f"must be a tuple of {kind.__name__}")
 
     def require_replicas(self, replicas: int) -> None:
         """Raises: `ConfigError` unless a run can have this number of replicas that generate: those in pools with
@@ -490,13 +499,13 @@ class Limits:
     def _check_ahead(self) -> None:
         """What may be held beyond one batch: as fractions of it, both finite."""
         s, k = self.max_staleness_steps, self.sync_every
-        for field in ("async_ratio", "over_sample"):
-            value = getattr(self, field)
-            if (value is not None or field == "over_sample") and (
+        for name in ("async_ratio", "over_sample"):
+            value = getattr(self, name)
+            if (value is not None or name == "over_sample") and (
                 type(value) not in (int, float) or not isfinite(value) or value < 0
             ):
-                fix = f"use {s if field == 'async_ratio' else 0.0}"
-                raise ConfigError(f"scheduler.{field}", value, "must be a number of batches, not negative", fix)
+                fix = f"use {s if name == 'async_ratio' else 0.0}"
+                raise ConfigError(f"scheduler.{name}", value, "must be a number of batches, not negative", fix)
         ratio = self.async_ratio
         if ratio is not None and not k - 1 <= ratio <= s:
             law = (
@@ -535,7 +544,11 @@ class Limits:
         return cls(**{**plain, **parts, "timeouts": Timeouts.from_plain(plain.get("timeouts", {}))})
 
 
-def _require_known(cls: type, plain: Mapping[str, Any], field: str) -> None:
+BOUNDS: dict[str, Bound] = {one.name: one.metadata["bound"] for one in fields(Limits) if one.metadata}
+"""By the field of `Limits`."""
+
+
+def _require_known(cls: type, plain: Mapping[str, Any], path: str) -> None:
     unknown = sorted(set(plain) - {f.name for f in fields(cls)})
     if unknown:
-        raise ConfigError(field, unknown, "are not known to this version of the engine")
+        raise ConfigError(path, unknown, "are not known to this version of the engine")

@@ -425,10 +425,10 @@ def test_another_policy_decides_from_now_on_and_the_others_keep_what_they_rememb
     [
         ("scheduler.max_staleness_steps", "-1", "must be a whole number from 0 to 10000"),
         ("scheduler.max_staleness_steps", "0", r"B <= K <= B \* \(S \+ 1\)"),
-        ("scheduler.max_staleness_steps", "many", "a whole number of train steps"),
+        ("scheduler.max_staleness_steps", "many", "must be a whole number from 0 to 10000"),
         ("scheduler.max_concurrent_groups", "1", "use a value from 2 to 4"),
-        ("scheduler.deadline_timeout_s", "inf", "a number of seconds"),
-        ("timeouts.group_s", "0", "above 0, or auto, or off"),
+        ("scheduler.deadline_timeout_s", "inf", "must be a number above 0, 86400 at most"),
+        ("timeouts.group_s", "0", "above 0, 1000000 at most, or auto, or off"),
         ("scheduler.policies.filter", "zero-varianc", "did you mean zero-variance"),
         ("scheduler.policies.fliter", "none", "this decision does not exist"),
         ("scheduler.train_batch_size", "4", "cannot be changed while the run is running"),
