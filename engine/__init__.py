@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.api import TrainedRun, resume, train
     from engine.environments import Environment
     from engine.errors import ConfigError, RunFailed
-    from engine.runtime.local import IllegalFact, Session, answer
+    from engine.runtime.local import IllegalEvent, Session
     from engine.states.limits import Limits
     from engine.states.timeouts import Timeouts
     from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "Environment",
-    "IllegalFact",
+    "IllegalEvent",
     "Limits",
     "NoAnswer",
     "Prompt",
@@ -33,7 +33,6 @@ __all__ = [
     "TrainedRun",
     "Trajectory",
     "__version__",
-    "answer",
     "resume",
     "train",
 ]
@@ -41,7 +40,7 @@ __all__ = [
 _MODULES = {
     "ConfigError": "engine.errors",
     "Environment": "engine.environments",
-    "IllegalFact": "engine.runtime.local",
+    "IllegalEvent": "engine.runtime.local",
     "Limits": "engine.states.limits",
     "NoAnswer": "engine.trajectory",
     "Prompt": "engine.trajectory",
@@ -51,7 +50,6 @@ _MODULES = {
     "Timeouts": "engine.states.timeouts",
     "TrainedRun": "engine.api",
     "Trajectory": "engine.trajectory",
-    "answer": "engine.runtime.local",
     "resume": "engine.api",
     "train": "engine.api",
 }

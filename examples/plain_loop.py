@@ -8,7 +8,6 @@ model, which learns to repeat a digit. `trl_grpo.py` uses the same `Schedule` in
 """
 
 import copy
-import queue
 import random
 import sys
 from collections import deque
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine import Limits, Session, Timeouts, answer, commands, events
+from engine import Limits, Session, Timeouts, commands, events
 
 BATCH, SAMPLES, LENGTH, STEPS = 8, 8, 4, 50
 LIMITS = Limits(
@@ -63,7 +62,6 @@ class Schedule:
         """The weights version of the sampler."""
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
         self.groups: dict[int, Samples] = {}
-        self.facts: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self.replica = ThreadPoolExecutor(max_workers=1)
         self.orders = deque(session.begin())
 
@@ -78,11 +76,7 @@ class Schedule:
         """Execute orders until there is a batch to train. Returns None when the run has ended."""
         while self.session.outcome is None:
             if not self.orders:
-                due = self.session.next_due()
-                try:
-                    self.report(self.facts.get(timeout=None if due is None else due.in_s))
-                except queue.Empty:
-                    self.orders += self.session.report_due()
+                self.orders += self.session.next_orders()
                 continue
             order = self.orders.popleft()
             if isinstance(order, commands.TrainStep):
@@ -92,15 +86,12 @@ class Schedule:
         return None
 
     def trained(self) -> None:
-        self.report(answer(self.step, events.StepTrained, updates=1))
+        self.step.answer(events.StepTrained, updates=1)
 
     def finish(self) -> None:
         """Execute the last orders, after the last batch."""
         self.next_batch()
         self.replica.shutdown()
-
-    def report(self, fact: events.Event) -> None:
-        self.orders += self.session.report(fact)
 
     def execute(self, order: Any) -> None:
         """Execute an order, or pass it to the replica's thread, which executes its orders in sequence."""
@@ -108,57 +99,56 @@ class Schedule:
             case commands.StartGroup() | commands.ResumeGroup():
                 self.replica.submit(self.in_thread, order, self.generate)
             case commands.PauseReplica():
-                self.replica.submit(self.in_thread, order, lambda order: answer(order, events.ReplicaPaused))
+                self.replica.submit(order.answer, events.ReplicaPaused)
             case commands.InstallWeights():
                 self.replica.submit(self.in_thread, order, self.install)
             case commands.StartProcess():
-                slots = self.session.limits.max_concurrent_groups
-                self.report(answer(order, events.ProcessUp, slots=slots, samples=SAMPLES))
+                order.answer(events.ProcessUp, slots=self.session.limits.max_concurrent_groups, samples=SAMPLES)
             case commands.DrawPrompts():
-                self.report(answer(order, events.PromptsDrawn, count=order.count, exhausted=False))
+                order.answer(events.PromptsDrawn, exhausted=False)
             case commands.PublishWeights():
                 self.versions[order.version] = copy.deepcopy(self.model.state_dict())
-                self.report(answer(order, events.WeightsPublished))
+                order.answer(events.WeightsPublished)
             case commands.StageWeights():
-                self.report(answer(order, events.WeightsStaged))  # it is in the memory of this process
+                order.answer(events.WeightsStaged)  # they are in the memory of this process
             case commands.SaveCheckpoint():
                 self.save(order.steps)
-                self.report(answer(order, events.CheckpointSaved))
+                order.answer(events.CheckpointSaved)
             case commands.DiscardGroups():
                 for group in order.groups:
                     self.groups.pop(group, None)
-                self.report(answer(order, events.OrderDone))
+                order.answer(events.OrderDone)
             case commands.RetireWeights():
                 self.versions.pop(order.version, None)
-                self.report(answer(order, events.OrderDone))
+                order.answer(events.OrderDone)
             case commands.ResumeReplica() | commands.DeleteCheckpoint():
-                self.report(answer(order, events.OrderDone))
+                order.answer(events.OrderDone)
             case commands.FinishRun():
                 pass
             case _:
                 raise NotImplementedError(f"this loop does not expect {order}")
 
-    def in_thread(self, order: Any, work: Callable[[Any], events.Event]) -> None:
+    def in_thread(self, order: Any, work: Callable[[Any], None]) -> None:
         try:
-            self.facts.put(work(order))
+            work(order)
         except Exception as error:
             if isinstance(order, commands.StartGroup | commands.ResumeGroup):
-                self.facts.put(answer(order, events.GroupFailed, cause="infrastructure", reason=str(error)))
+                order.answer(events.GroupFailed, cause="infrastructure", reason=str(error))
             else:
-                self.facts.put(answer(order, events.SyncFailed, reason=str(error)))
+                order.answer(events.SyncFailed, reason=str(error))
 
-    def generate(self, order: Any) -> events.Event:
+    def generate(self, order: Any) -> None:
         done = self.groups[order.group] = self.sample(self.sampler, order.group)
         spread = float(done.rewards.max() - done.rewards.min())
-        return answer(
-            order, events.GroupGenerated, tokens=done.tokens.numel(), trainable=len(done.tokens), reward_spread=spread,
+        order.answer(
+            events.GroupGenerated, tokens=done.tokens.numel(), trainable=len(done.tokens), reward_spread=spread,
             oldest_version=self.version, newest_version=self.version, reward_mean=float(done.rewards.mean()),
         )  # fmt: skip
 
-    def install(self, order: Any) -> events.Event:
+    def install(self, order: Any) -> None:
         self.sampler.load_state_dict(self.versions[order.version])
         self.version = order.version
-        return answer(order, events.WeightsInstalled)
+        order.answer(events.WeightsInstalled)
 
 
 # -- the task and the loop ---------------------------------------------------------------------------------------------

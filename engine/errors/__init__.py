@@ -255,11 +255,6 @@ class InvariantViolated(EngineError):
 class PolicyError(EngineError):
     """A policy raised, or returned an illegal decision. Names the policy, the decision and its view."""
 
-    @property
-    def orders(self) -> tuple[Any, ...]:
-        """From a session: the orders of the facts before it in the same report."""
-        return tuple(self.details.get("orders", ()))
-
 
 class RunFailed(EngineError):
     """The run failed. Says why."""

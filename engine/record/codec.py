@@ -12,7 +12,7 @@ Once the format is released, a tag is never reused, fields are added only at the
 change raises `frames.FORMAT_VERSION`. Every field is always written.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Union, get_type_hints
 
@@ -122,6 +122,22 @@ def unpack_events(data: bytes) -> list[Event]:
 
 
 _events = unpacker(list[AnyEvent])
+
+
+def event_of(kind: type[Event], values: Mapping[str, Any]) -> Event:
+    """The event with these values, as a record has it: numbers of other libraries become plain ones. Raises:
+    `CodecError`, which names a field whose value the record cannot hold."""
+    plain_values = {}
+    for name, value in values.items():
+        try:
+            plain_values[name] = msgspec.msgpack.decode(pack(value), type=_FIELDS[kind][name])
+        except CodecError as error:
+            raise CodecError(f"{kind.__name__}.{name} {error}") from None
+        except msgspec.ValidationError as error:
+            raise CodecError(f"{kind.__name__}.{name} cannot be recorded: {error}") from None
+    event = kind(**plain_values)
+    check_finite([event])
+    return event
 
 
 def check_finite(items: Iterable[Event | Command]) -> None:

@@ -322,6 +322,12 @@ class OrderBook:
         """The open order with that key."""
         return self._by_subject[subject].get(id)
 
+    def is_open(self, command: Command) -> bool:
+        """Whether a command is an order without an answer."""
+        subject, identify, _, _ = _OPENINGS[type(command)]
+        order = self.find(subject, identify(command))
+        return order is not None and order.command == command
+
     def owned(self, owner: Owner) -> list[Order]:
         """The open orders of a process, oldest first."""
         owned = self._owned.get(owner, {})

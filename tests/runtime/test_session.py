@@ -1,6 +1,7 @@
-"""A session decides as the scheduler does, refuses facts that cannot be true, and continues after its program died."""
+"""A session decides as the scheduler does, takes answers from any thread, and continues after its program died."""
 
 import gc
+import pickle
 import random
 import shutil
 import threading
@@ -15,16 +16,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from session_loop import LIMITS, Loop, made, require_sound
+from session_loop import LIMITS, Loop, kind_of_answer, made, require_sound
 
 import engine
 from engine.cli import main
 from engine.commands import (
+    CancelTimer,
     Command,
     DrawPrompts,
     ParkGroup,
     PublishWeights,
     SaveCheckpoint,
+    SetTimer,
     StageWeights,
     StartGroup,
     StartProcess,
@@ -34,7 +37,6 @@ from engine.errors import ConfigError, PolicyError, RecordHeld, RunFinished
 from engine.events import (
     EVENTS,
     Event,
-    GroupFailed,
     OrderDone,
     OrderProgressed,
     PrefixStored,
@@ -50,7 +52,8 @@ from engine.events import (
 from engine.policies import registry
 from engine.policies.registry import register
 from engine.record.segment_log import SUFFIX
-from engine.runtime.local import Session, answer
+from engine.runtime.local import Session, SessionOrder
+from engine.runtime.local.session_orders import REPORTED
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import ValidationLimits
 from engine.states.orders import RELATIONS
@@ -77,31 +80,33 @@ def test_it_decides_as_the_scheduler_does(choices: list[tuple[int, str]], seed: 
     twin = Scheduler(replace(LIMITS, run_restarts=0))
     events = 0
 
-    def same(fact: Event, orders: tuple[Command, ...]) -> None:
+    def same(event: Event, orders: tuple[SessionOrder, ...]) -> None:
         nonlocal events
-        fact = structs.replace(fact)
-        stamp(fact, events, loop.now)
+        event = structs.replace(event)
+        stamp(event, events, loop.now)
         events += 1
-        wanted = twin.tick((fact,))
-        assert orders == tuple(order for order in wanted if type(order).__name__ not in ("SetTimer", "CancelTimer"))
+        wanted = twin.tick((event,))
+        assert orders == tuple(order for order in wanted if not isinstance(order, SetTimer | CancelTimer))
         require_same_state(loop.session._scheduler, twin)
 
     same(RunStarted(replicas=2), tuple(loop.orders))
     for index, how in choices:
         if loop.session.outcome is not None:
             break
-        orders, due = loop.session.open_orders, loop.session.next_due()
-        if how == "t" and due is not None:
-            loop.now += due.in_s
-            fact: Event = due.fact
-            loop.now -= 1.0
-        elif how == "l" and loop.facts:
-            fact = loop.facts[index % len(loop.facts)]
-            if isinstance(fact, TimerFired):
-                continue
+        orders, timers = loop.session.open_orders, twin.state.orders.open("timer")
+        if how == "t" and timers:
+            loop.now += loop.session.next_due() or 0.0
+            while (due := loop.session.next_due()) == 0.0:
+                timer = min(timers.values(), key=lambda one: one.at + one.command.delay_s)
+                loop.session._tick(fired := TimerFired(timer=timer.number))
+                same(fired, loop.session._new_orders())
+            assert due is None or due > 0
+            continue
+        if how == "l" and loop.answers:
+            event = loop.say(*loop.answers[index % len(loop.answers)])
         else:
-            fact = loop.fact_for(orders[index % len(orders)], fails=how == "f")
-        same(fact, loop.tell(fact))
+            event = loop.give(orders[index % len(orders)], fails=how == "f")
+        same(event, loop.report())
     require_sound(loop.session)
 
 
@@ -115,25 +120,32 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def any_fact(draw: st.DrawFn) -> Event:
+def any_event(draw: st.DrawFn) -> Event:
     kind = draw(st.sampled_from(EVENTS))
     hints = get_type_hints(kind)
     return kind(**{f.name: draw(VALUES[hints[f.name]]) for f in structs.fields(kind) if f.name not in ("id", "at")})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(before=st.integers(0, 40), facts=st.lists(any_fact(), min_size=5, max_size=30))
-def test_no_fact_breaks_it(before: int, facts: list[Event]) -> None:
+@given(before=st.integers(0, 40), events=st.lists(st.tuples(any_event(), st.integers(0, 60)), min_size=5, max_size=30))
+def test_no_event_and_no_answer_breaks_it(before: int, events: list[tuple[Event, int]]) -> None:
+    """Whether they are reported, or given as answers to any order so far with the values that an answer may have."""
     loop = made()
     for _ in range(before):
         if loop.session.open_orders:
-            loop.tell(loop.fact_for(loop.session.open_orders[-1]))
-    for fact in facts:
+            loop.answer(loop.session.open_orders[-1])
+    for event, index in events:
         seen = state_of(loop.session._scheduler), loop.session.open_orders
         try:
-            loop.tell(fact)
-        except engine.IllegalFact as error:
-            assert type(fact).__name__ in str(error)
+            if isinstance(event, REPORTED):
+                loop.report(event)
+                continue
+            order = loop.orders[index % len(loop.orders)]
+            names = {*event.__struct_fields__} - {*order.__struct_fields__, "id", "at", "order", "orders"}
+            loop.say(order, type(event), {name: getattr(event, name) for name in names})
+            loop.report()
+        except engine.IllegalEvent as error:
+            assert type(event).__name__ in str(error)
             assert seen == (state_of(loop.session._scheduler), loop.session.open_orders), "it changed something"
     require_sound(loop.session)
 
@@ -148,7 +160,7 @@ def test_it_continues_from_wherever_its_program_died(
     begun = next(directory.glob(f"schedule/*{SUFFIX}")).stat().st_size
     for _ in range(steps):
         if loop.session.outcome is None:
-            loop.tell(loop.fact_for(chance.choice(loop.session.open_orders), fails=chance.random() < 0.1))
+            loop.answer(chance.choice(loop.session.open_orders), fails=chance.random() < 0.1)
     killed = shutil.copytree(directory, directory.with_name("killed"))  # before anything is closed
     newest = max(killed.glob(f"schedule/*{SUFFIX}"))
     with newest.open("rb+") as file:
@@ -174,7 +186,7 @@ def test_it_continues_from_wherever_its_program_died(
 
 def test_a_resume_begins_at_a_checkpoint_that_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = made(directory=tmp_path)
-    loop.tell(loop.fact_for(loop.first(SaveCheckpoint)))
+    loop.answer(loop.first(SaveCheckpoint))
     loop.first(TrainStep)
     with pytest.raises(RecordHeld):
         Session.resume(tmp_path)
@@ -185,7 +197,7 @@ def test_a_resume_begins_at_a_checkpoint_that_was_saved(tmp_path: Path, capsys: 
         Session.resume(tmp_path, steps=3)
     with Session.resume(tmp_path) as session:
         assert session.steps == 1
-        assert {type(order) for order in session.begin()} >= {StartProcess, PublishWeights}
+        assert {order.__class__ for order in session.begin()} >= {StartProcess, PublishWeights}
     with Session.resume(tmp_path, steps=0, replicas=2) as session:
         assert session.steps == 0
         assert [order.index for order in session.begin() if isinstance(order, StartProcess)] == [0, 1]
@@ -195,68 +207,97 @@ def test_a_resume_begins_at_a_checkpoint_that_was_saved(tmp_path: Path, capsys: 
         Session.resume(tmp_path / "other")
 
 
-def test_the_facts_before_a_refused_one_count() -> None:
+def test_what_came_before_a_refused_event_counts() -> None:
+    """Its orders come with the next report."""
     loop = made()
-    up = loop.fact_for(loop.first(StartProcess))
-    drawn = loop.fact_for(loop.first(DrawPrompts))
-    with pytest.raises(engine.IllegalFact, match="no group 50") as caught:
-        loop.tell(up, drawn, GroupFailed(group=50, attempt=1, replica=0, incarnation=1, cause="data", reason=""))
-    assert [type(order) for order in caught.value.orders] == [StartGroup] * 4
+    loop.give(loop.first(StartProcess))
+    loop.give(loop.first(DrawPrompts))
+    with pytest.raises(engine.IllegalEvent, match="replicas is 0"):
+        loop.session.report(ReplicasWanted(replicas=2), ReplicasWanted(replicas=0))
+    assert [order.__class__ for order in loop.report()] == [StartGroup] * 4 + [StartProcess]
+    require_sound(loop.session)
 
 
-def test_facts_of_one_report_are_one_tick() -> None:
+def test_answers_of_one_report_are_one_tick() -> None:
     loop = made()
-    loop.tell(loop.fact_for(loop.first(StartProcess)), loop.fact_for(loop.first(DrawPrompts)))
+    loop.give(loop.first(StartProcess))
+    loop.answer(loop.first(DrawPrompts))
     starts = [order for order in loop.session.open_orders if isinstance(order, StartGroup)]
-    loop.tell(*(loop.fact_for(order) for order in starts))
+    for order in starts:
+        loop.give(order)
+    loop.report()
     assert [len(tick.events) for tick in loop.session.record.ticks()] == [1, 2, len(starts)]
     require_sound(loop.session)
 
 
 @pytest.mark.parametrize("kind", [StageWeights, DrawPrompts])
-def test_a_late_fact_is_recorded_and_not_held_against_the_order_that_followed(kind: type[Command]) -> None:
+def test_a_late_answer_is_recorded_and_not_held_against_the_order_that_followed(kind: type[Command]) -> None:
     loop = made()
     order = loop.first(kind)
-    fact = loop.fact_for(order)
-    loop.tell(fact)
+    loop.answer(order)
+    late = loop.answers[-1]
     while (later := loop.first(kind)) == order:
-        loop.tell(loop.fact_for(later))
+        loop.answer(later)
     events = loop.session.events
-    assert loop.tell(fact) == () and later in loop.session.open_orders
+    loop.say(*late)
+    assert loop.report() == () and later in loop.session.open_orders
     assert loop.session.events == events + 1
     require_sound(loop.session)
 
 
-def test_answers_are_made_from_orders() -> None:
+def test_an_order_says_what_answers_it() -> None:
     loop = made()
     order = loop.first(TrainStep)
-    assert answer(order, StepTrained, updates=2) == StepTrained(step=0, attempt=1, updates=2)
-    with pytest.raises(engine.IllegalFact, match="WeightsStaged does not answer TrainStep; use StepTrained or StepFa"):
-        answer(order, WeightsStaged)
-    with pytest.raises(engine.IllegalFact, match="StepFailed lacks reason; give each as a keyword"):
-        answer(order, StepFailed)
-    with pytest.raises(engine.IllegalFact, match=r"StepTrained has no field update; it has .*; did you mean updates"):
-        answer(order, StepTrained, update=1)
+    with pytest.raises(engine.IllegalEvent, match="WeightsStaged does not answer TrainStep; use StepTrained or StepFa"):
+        order.answer(WeightsStaged)
+    with pytest.raises(engine.IllegalEvent, match="StepFailed lacks reason; give each as a keyword"):
+        order.answer(StepFailed)
+    with pytest.raises(engine.IllegalEvent, match=r"StepTrained has no field update; it has .*; did you mean updates"):
+        order.answer(StepTrained, update=1)
+    order.answer(StepTrained, updates=2)
+    assert loop.session._answers == [StepTrained(step=0, attempt=1, updates=2)]
     loop.finish()
-    with pytest.raises(engine.IllegalFact, match="needs no answer"):
-        answer(loop.orders[-1], OrderDone)
+    with pytest.raises(engine.IllegalEvent, match="needs no answer"):
+        loop.orders[-1].answer(OrderDone)
+
+
+def test_an_order_matches_by_the_class_of_its_command() -> None:
+    order = made().first(TrainStep)
+    match order:
+        case StartGroup():
+            raise AssertionError("it is another class")
+        case TrainStep(step=0, groups=groups):
+            assert groups == order.groups
+    plain = pickle.loads(pickle.dumps(order))
+    assert type(plain) is TrainStep and plain == order and order == plain and len({order, plain}) == 1
+
+
+def test_other_threads_answer_while_the_loop_waits() -> None:
+    loop = made(replicas=2)
+    orders = tuple(loop.orders)
+    with ThreadPoolExecutor(3) as others:
+        while loop.session.outcome is None:
+            for order in orders:
+                kind = kind_of_answer(order, fails=False)
+                others.submit(order.answer, kind, **loop.data_for(order, kind))
+            orders = loop.session.next_orders()
+    assert loop.session.outcome.outcome == "finished"
+    require_sound(loop.session)
 
 
 def test_timers_are_reported_when_they_are_due() -> None:
     limits = replace(LIMITS, timeouts=Timeouts.every(None, group_s=60.0, cut_s=5.0))
     loop = made(limits)
     loop.first(TrainStep)
-    while loop.session.open_orders[0] is not (order := loop.first(StartGroup)):
-        loop.tell(loop.fact_for(loop.session.open_orders[0]))
-    due = loop.session.next_due()
-    assert due is not None and 0 < due.in_s <= 60.0
-    with pytest.raises(engine.IllegalFact, match=r"it is due in .* s; ask next_due"):
-        loop.session.report(due.fact)
+    while loop.session.open_orders[0] != (order := loop.first(StartGroup)):
+        loop.answer(loop.session.open_orders[0])
+    due_s = loop.session.next_due()
+    assert due_s is not None and 0 < due_s <= 60.0
     assert loop.session.report_due() == ()
     began = loop.session._scheduler.state.orders.find("group", order.group).at  # type: ignore[union-attr]
-    asked: tuple[Command, ...] = ()
+    asked: tuple[SessionOrder, ...] = ()
     while not any(isinstance(one, ParkGroup) for one in asked):
-        loop.now += loop.session.next_due().in_s  # type: ignore[union-attr]
+        loop.now += loop.session.next_due() or 0.0
         asked = loop.session.report_due()
     assert 60.0 <= loop.now - began <= 60.0 + 60.0 / 20, "the limit is checked every 3 s"
     assert [one.group for one in asked if isinstance(one, ParkGroup)][:1] == [order.group]
@@ -265,15 +306,15 @@ def test_timers_are_reported_when_they_are_due() -> None:
 
 def test_it_must_begin_once_and_before_it_is_closed() -> None:
     session = Session(LIMITS)
-    with pytest.raises(engine.IllegalFact, match=r"call begin\(\) first"):
+    with pytest.raises(engine.IllegalEvent, match=r"call begin\(\) first"):
         session.report(StopRequested(reason="x"))
     session.begin()
-    with pytest.raises(engine.IllegalFact, match=r"call begin\(\) once"):
+    with pytest.raises(engine.IllegalEvent, match=r"call begin\(\) once"):
         session.begin()
-    assert [type(order).__name__ for order in session.report(StopRequested(reason="x"))] == ["FinishRun"]
+    assert [order.__class__.__name__ for order in session.report(StopRequested(reason="x"))] == ["FinishRun"]
     assert session.outcome is not None and session.outcome.outcome == "stopped"
     session.close()
-    with pytest.raises(engine.IllegalFact, match="the session is closed"):
+    with pytest.raises(engine.IllegalEvent, match="the session is closed"):
         session.report(StopRequested(reason="x"))
 
 
@@ -304,7 +345,7 @@ def test_a_policy_that_raises_leaves_the_session_as_it_was(tmp_path: Path, add_p
         loop.first(TrainStep)
     events = loop.session.events
     with pytest.raises(PolicyError, match="no idea"):
-        loop.tell(loop.fact_for(loop.first(StartGroup)))
+        loop.answer(loop.first(StartGroup))
     assert loop.session.events == events
     require_sound(loop.session)
 
@@ -318,15 +359,19 @@ class BrokenAt:
         return True
 
 
-def test_the_error_of_a_policy_has_the_orders_of_the_facts_before_it(add_policy: AddPolicy) -> None:
-    names = add_policy("filter", BrokenAt)
-    loop = made(policies=names)
+def test_answers_before_the_one_at_which_a_policy_raises_count(add_policy: AddPolicy) -> None:
+    """Their orders come with the next report, which also decides about the answers after it."""
+    loop = made(policies=add_policy("filter", BrokenAt))
     loop.first(StartGroup)
     started = {order.group: order for order in loop.session.open_orders if isinstance(order, StartGroup)}
-    with pytest.raises(PolicyError, match="no idea") as raised:
-        loop.tell(*(loop.fact_for(started[group]) for group in (0, 2, 1)))
-    (trained,) = [order for order in raised.value.orders if isinstance(order, TrainStep)]
-    assert set(trained.groups) == {0, 2} and trained in loop.session.open_orders
+    for group in (0, 1, 2):
+        loop.give(started[group])
+    with pytest.raises(PolicyError, match="no idea"):
+        loop.report()
+    assert started[1] in loop.session.open_orders and started[2] in loop.session.open_orders
+    (trained,) = [order for order in loop.report() if isinstance(order, TrainStep)]
+    assert set(trained.groups) == {0, 2} and started[1] in loop.session.open_orders
+    require_sound(loop.session)
 
 
 class BrokenOnce:
@@ -345,7 +390,7 @@ def test_a_beginning_that_a_policy_prevented_can_be_repeated(
     names = add_policy("admission", BrokenOnce)
     loop = made(policies=names, directory=tmp_path)
     loop.first(StartGroup)
-    loop.tell(StopRequested(reason="enough"))
+    loop.report(StopRequested(reason="enough"))
     loop.session.close()
     session = Session.resume(tmp_path)
     monkeypatch.setattr(BrokenOnce, "broken", True)
@@ -355,30 +400,30 @@ def test_a_beginning_that_a_policy_prevented_can_be_repeated(
     require_sound(session)
 
 
-def test_a_start_names_the_fact_that_made_room_for_it() -> None:
-    """Not another fact of the same tick about the same replica, and no stale echo."""
+def test_a_start_names_the_answer_that_made_room_for_it() -> None:
+    """Not another event of the same tick about the same replica, and no stale echo."""
     limits = replace(LIMITS, max_staleness_steps=3, max_concurrent_groups=6)  # six groups, and four slots
     loop = made(limits, replicas=1)
     loop.first(StartGroup)
-    started = [order for order in loop.session.open_orders if isinstance(order, StartGroup)]
-    ended, stored = (
-        loop.fact_for(started[0]),
-        answer(started[1], PrefixStored, tokens=1, oldest_version=0, newest_version=0, unfinished=1),
-    )
+    ended, running = [order for order in loop.session.open_orders if isinstance(order, StartGroup)][:2]
     number = loop.session.events
-    starts = [order for order in loop.tell(stored, ended, ended) if isinstance(order, StartGroup)]
+    running.answer(PrefixStored, tokens=1, oldest_version=0, newest_version=0, unfinished=1)
+    loop.give(ended)
+    loop.give(ended)
+    starts = [order for order in loop.report() if isinstance(order, StartGroup)]
     assert starts and {order.cause for order in starts} == {number + 1}
 
 
 def test_a_session_takes_reports_of_progress_and_ignores_late_ones() -> None:
     loop = made(replicas=1)
     order = loop.first(TrainStep)
-    progress = answer(order, OrderProgressed)
-    assert progress == OrderProgressed(order=order.number)
-    loop.tell(progress)
+    order.answer(OrderProgressed)
+    assert loop.session._answers == [OrderProgressed(order=order.number)]
+    loop.report()
     assert order in loop.session.open_orders
-    loop.tell(loop.fact_for(order))
-    assert loop.tell(structs.replace(progress)) == ()
+    loop.answer(order)
+    order.answer(OrderProgressed)
+    assert loop.report() == ()
     require_sound(loop.session)
 
 
@@ -417,16 +462,15 @@ def test_a_session_that_is_dropped_does_not_hold_its_record(tmp_path: Path) -> N
 
 def test_a_second_thread_is_refused_by_name(tmp_path: Path) -> None:
     loop = made(directory=tmp_path)
-    first = loop.fact_for(loop.session.open_orders[0])
     uses: list[Callable[[], Any]] = [
-        lambda: loop.session.report(first), loop.session.begin, loop.session.report_due, loop.session.next_due,
-        loop.session.waits, loop.session.close, lambda: loop.session.open_orders, lambda: loop.session.record,
-        lambda: loop.session.view,
+        loop.session.report, loop.session.next_orders, loop.session.begin, loop.session.report_due,
+        loop.session.next_due, loop.session.waits, loop.session.close, lambda: loop.session.view,
+        lambda: loop.session.open_orders, lambda: loop.session.record,
     ]  # fmt: skip
     here = threading.current_thread().name
     with ThreadPoolExecutor(1, thread_name_prefix="trainer") as other:
         for use in uses:
-            with pytest.raises(engine.IllegalFact, match=f"belongs to the thread '{here}', .*; this is 'trainer_0'"):
+            with pytest.raises(engine.IllegalEvent, match=f"belongs to the thread '{here}', .*; this is 'trainer_0'"):
                 other.submit(use).result()
     loop.finish()
     require_sound(loop.session)
@@ -436,7 +480,7 @@ def test_a_thread_may_use_the_session_of_one_that_has_ended() -> None:
     session = Session(LIMITS)
     with ThreadPoolExecutor(1) as other:
         other.submit(session.begin).result()
-        with pytest.raises(engine.IllegalFact, match="belongs to the thread"):
+        with pytest.raises(engine.IllegalEvent, match="belongs to the thread"):
             session.close()
     session.report(StopRequested(reason="x"))
     session.close()
@@ -446,7 +490,7 @@ VALIDATED = replace(LIMITS, validation=ValidationLimits(rows=4, replicas=2, own_
 """Replicas 3 and 4 do nothing but validate."""
 
 
-def started(orders: Iterable[Command]) -> list[int]:
+def started(orders: Iterable[SessionOrder]) -> list[int]:
     return [order.index for order in orders if isinstance(order, StartProcess) and order.kind == "replica"]
 
 

@@ -7,19 +7,18 @@
 loop uses a `Session` instead (docs/SESSION.md).
 """
 
-from engine.runtime.local.facts import IllegalFact, answer
 from engine.runtime.local.run import RunResult, run, run_async, run_plan
-from engine.runtime.local.session import Due, Session
+from engine.runtime.local.session import Session
+from engine.runtime.local.session_orders import IllegalEvent, SessionOrder
 from engine.runtime.local.simple import SimpleGenerator, SimpleTrainer, response
 
 __all__ = [
-    "Due",
-    "IllegalFact",
+    "IllegalEvent",
     "RunResult",
     "Session",
+    "SessionOrder",
     "SimpleGenerator",
     "SimpleTrainer",
-    "answer",
     "response",
     "run",
     "run_async",

@@ -1,23 +1,24 @@
-"""`Session`: the scheduler inside a user's own training loop. The loop reports facts; the session returns orders.
+"""`Session`: the scheduler inside a user's own training loop. The session returns orders; the loop answers them.
 
     with Session(limits, directory="runs/mine") as session:
         orders = session.begin()
-        orders = session.report(answer(orders[0], ProcessUp, slots=8, samples=4))
+        orders[0].answer(ProcessUp, slots=8, samples=4)
+        orders = session.next_orders()
 
-Called by users; docs/SESSION.md is the reference. It never waits, starts no thread and reads only the clock
-that it receives. It writes the record of a run, so `engine replay` and `engine waits` can read it. It belongs to the
-thread that calls `begin` and refuses all others: two threads would corrupt its state and record.
+Called by users; docs/SESSION.md is the reference. It waits only in `next_orders`, starts no thread and reads only the
+clock that it receives. It writes the record of a run, so `engine replay` and `engine waits` can read it. It belongs to
+the thread that calls `begin` and refuses all others: two threads would corrupt its state and record. Only answers may
+come from any thread.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from engine.commands import CancelTimer, Command, FinishRun, SetTimer
 from engine.config import Config, load_config
@@ -32,23 +33,16 @@ from engine.record.files import RecordLock, make_run_directory
 from engine.record.segment_log import has_segments
 from engine.runtime.driver import MOST_EVENTS, Driver
 from engine.runtime.local.arguments import check_arguments
-from engine.runtime.local.facts import IllegalFact, checked_fact, due_at
-from engine.scheduling.scheduler import ALONE, Scheduler
+from engine.runtime.local.session_orders import IllegalEvent, SessionOrder, check_answer, checked_event
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.settings import MAX_STEPS, how_to_train_more
 from engine.states.limits import Limits
+from engine.states.orders import Order
 from engine.states.view import View
 from engine.version import __version__
 
 SNAPSHOT_EVERY = 12_500
-Orders = tuple[Command, ...]
-
-
-class Due(NamedTuple):
-    """When the loop must report a timer next."""
-
-    in_s: float
-    """Seconds from now; 0: now."""
-    fact: TimerFired
+Orders = tuple[SessionOrder, ...]
 
 
 class _Clock:
@@ -70,8 +64,8 @@ class _Clock:
         return seconds
 
 
-class _Orders(list[Command]):
-    """Collects the orders of a report, instead of executing them."""
+class _Commands(list[Command]):
+    """Collects the commands of ticks, instead of executing them."""
 
     def execute(self, commands: Sequence[Command]) -> None:
         self.extend(commands)
@@ -85,7 +79,7 @@ class _OneThread:
         self._owner: threading.Thread | None = None
 
     def require(self, *, takes: bool = False) -> None:
-        """`takes`: the session belongs to this thread from now on. Raises: `IllegalFact` if it belongs to another."""
+        """`takes`: the session belongs to this thread from now on. Raises: `IllegalEvent` if it belongs to another."""
         this = threading.current_thread()
         if self._owner is this:
             return
@@ -93,14 +87,14 @@ class _OneThread:
             owner = self._owner if self._owner is not None and self._owner.is_alive() else None
             if owner is not None and owner is not this:
                 law = f"the session belongs to the thread {owner.name!r}, which called begin()"
-                raise IllegalFact(f"{law}; this is {this.name!r}: hand facts and orders over, for example in a queue")
+                raise IllegalEvent(f"{law}; this is {this.name!r}, which may only call the answer() of an order")
             if takes or self._owner is not None:
                 self._owner = this
 
 
 class Session:
-    """One run that the caller executes. `begin` first, then `report` each fact and execute the returned orders, until
-    `outcome` is set."""
+    """One run that the caller executes. `begin` first, then answer the orders, and execute those of `next_orders`,
+    until `outcome` is set."""
 
     def __init__(
         self,
@@ -217,7 +211,11 @@ class Session:
         self._closed = False
         self._clock = clock
         self._snapshot_every = snapshot_every
-        self._collected = _Orders()
+        self._commands = _Commands()
+        self._lock = threading.Condition()
+        """Of the state and the answers: any thread may answer."""
+        self._answers: list[Event] = []
+        """Answers that the scheduler has not seen."""
         self.steps: StepId = first.steps if isinstance(first, RunResumed) else 0
         """Train steps in the weights that the loop must have when it calls `begin`."""
         self._connect(scheduler, events)
@@ -225,7 +223,7 @@ class Session:
     def _connect(self, scheduler: Scheduler, events: int) -> None:
         self._scheduler = scheduler
         self._driver = Driver(
-            scheduler, self._clock, self._recorder, self._collected, None, events, self._snapshot_every
+            scheduler, self._clock, self._recorder, self._commands, None, events, self._snapshot_every
         )
 
     def begin(self) -> Orders:
@@ -233,81 +231,69 @@ class Session:
         weights. The session then belongs to the calling thread."""
         self._thread.require(takes=True)
         if self._begun:
-            raise IllegalFact("the session has begun already; call begin() once")
+            raise IllegalEvent("the session has begun already; call begin() once")
         self._require_open()
-        orders = self._deliver(*self._first)
+        self._tick(*self._first)
         self._begun = True
-        return orders
+        return self._new_orders()
 
-    def report(self, *facts: Event) -> Orders:
-        """Report facts in the order in which they happened; the scheduler decides about up to 64 of them together.
-        Returns the orders that follow, without those to set and cancel timers (`next_due`). A fact about work that has
-        ended is recorded and has no effect.
+    def next_orders(self) -> Orders:
+        """Wait until an order is answered, a timer is due or the run has ended, then `report_due`."""
+        self._require_running()
+        with self._lock:
+            self._lock.wait_for(lambda: self._answers or self.outcome is not None, timeout=self.next_due())
+        return self.report_due()
 
-        Raises: `IllegalFact` for the first fact that cannot be true. The facts before it count; it changes nothing, and
-        the session can continue; `error.orders` are the orders of the facts before it. `PolicyError`, in the same way,
-        if a policy raised or decided something illegal.
+    def report(self, *events: Event) -> Orders:
+        """Let the scheduler decide about the answers since the last call, up to 64 of them together, then about these
+        events, which answer no order. Returns the orders that follow, without those to set and cancel timers.
+
+        Raises: `IllegalEvent` for the first event that cannot be true, `PolicyError` if a policy raised or decided
+        something illegal. What came before it counts; it changes nothing, and the session can continue. The next call
+        returns the orders that follow from what counted.
         """
+        self._take_answers()
+        for event in events:
+            self._tick(checked_event(event, self._scheduler))
+        return self._new_orders()
+
+    def _take_answers(self) -> None:
+        """Decide about the answers so far. If the scheduler cannot handle several in one tick, each gets its own: those
+        before the wrong one count, and those after it wait for the next call."""
+        self._require_running()
+        most = MOST_EVENTS
+        while self._answers:
+            with self._lock:
+                together = self._answers[:most]
+                del self._answers[:most]
+                try:
+                    self._tick(*together)
+                except (IllegalEvent, PolicyError):
+                    if len(together) == 1:
+                        raise
+                    self._answers[:0], most = together, 1
+
+    def next_due(self) -> float | None:
+        """Seconds until a timer is due, for `report_due`; 0: one is due now; None: none is set."""
         self._thread.require()
-        self._require_open()
-        if not self._begun:
-            raise IllegalFact("the session has not begun; call begin() first")
-        orders: Orders = ()
-        for first in range(0, len(facts), MOST_EVENTS):
-            together = facts[first : first + MOST_EVENTS]
-            try:
-                answered = self._report_together(together)
-                orders += self._report_in_turn(together) if answered is None else answered
-            except (IllegalFact, PolicyError) as error:
-                error.details["orders"] = (*orders, *error.orders)
-                raise
-        return orders
-
-    def _report_together(self, facts: Sequence[Event]) -> Orders | None:
-        """The orders that follow from facts in one tick. None, and nothing has changed, if one of them may be refused:
-        those before it must count."""
-        if len(facts) < 2 or any(type(fact) in ALONE for fact in facts):
-            return None
-        try:
-            return self._deliver(*(checked_fact(fact, self._scheduler, self._clock.now()) for fact in facts))
-        except (ConfigError, IllegalFact, PolicyError):
-            return None
-
-    def _report_in_turn(self, facts: Sequence[Event]) -> Orders:
-        """The orders that follow from facts in ticks of one."""
-        orders: Orders = ()
-        for fact in facts:
-            try:
-                orders += self._deliver(checked_fact(fact, self._scheduler, self._clock.now()))
-            except (ConfigError, IllegalFact) as error:
-                story = str(error) if isinstance(error, IllegalFact) else f"{fact}: {error}"
-                raise IllegalFact(story, orders=orders) from error.__cause__
-            except PolicyError as error:
-                error.details["orders"] = orders
-                raise
-        return orders
-
-    def next_due(self) -> Due | None:
-        """When to report the next timer. None: no timer is set. Report the facts that are known before timers."""
-        self._thread.require()
-        open_timers = self._scheduler.state.orders.open("timer").values()
-        first = min(open_timers, key=due_at, default=None)
-        if first is None:
-            return None
-        return Due(max(0.0, due_at(first) - self._clock.now()), TimerFired(timer=first.number))
+        timer = self._next_timer()
+        return None if timer is None else max(0.0, _due_at(timer) - self._clock.now())
 
     def report_due(self) -> Orders:
-        """Report every timer that is due."""
-        orders: Orders = ()
-        while (due := self.next_due()) is not None and due.in_s <= 0.0:
-            orders += self.report(due.fact)
-        return orders
+        """Report what was answered, then every timer that is due. Returns the orders that follow, as `report`."""
+        self._take_answers()
+        while (timer := self._next_timer()) is not None and _due_at(timer) <= self._clock.now():
+            self._tick(TimerFired(timer=timer.number))
+        return self._new_orders()
+
+    def _next_timer(self) -> Order | None:
+        return min(self._scheduler.state.orders.open("timer").values(), key=_due_at, default=None)
 
     @property
     def open_orders(self) -> Orders:
         """All orders without an answer, oldest first, without timers."""
         self._thread.require()
-        return _without_timers(order.command for order in self._scheduler.state.orders.all())
+        return self._for_user(order.command for order in self._scheduler.state.orders.all())
 
     def waits(self) -> list[str]:
         """What the run waits for, in words: what blocks the next train step comes first."""
@@ -359,26 +345,47 @@ class Session:
     ) -> None:
         self.close()
 
-    def _deliver(self, *events: Event) -> Orders:
+    def _take(self, command: Command, answer: Event) -> None:
+        """Take the answer to an order, from any thread. Raises: `IllegalEvent` if it cannot be true."""
+        with self._lock:
+            self._require_open()
+            check_answer(answer, command, self._scheduler.state, self._answers)
+            self._answers.append(answer)
+            self._lock.notify()
+
+    def _tick(self, *events: Event) -> None:
         """Handle events as one tick, apart from those that are ticks of their own. If the scheduler cannot handle a
         tick, it is recorded as rejected, and the state is recovered from the record, as it was before it."""
-        try:
-            self._driver.deliver(*map(copy, events))  # copies, because the driver stamps them
-        except Exception as error:
-            if not self._driver.rejected:
-                raise  # the record could not be written
-            recovered = recover(self.record)
-            self._connect(recovered.scheduler, recovered.events)
-            if isinstance(error, PolicyError):
-                raise
-            raise IllegalFact(f"{events[-1]}: the scheduler cannot handle it: {reason_of(error)}") from error
-        orders = _without_timers(self._collected)
-        self._collected.clear()
+        with self._lock:
+            try:
+                self._driver.deliver(*events)
+            except Exception as error:
+                if not self._driver.rejected:
+                    raise  # the record could not be written
+                recovered = recover(self.record)
+                self._connect(recovered.scheduler, recovered.events)
+                if isinstance(error, PolicyError):
+                    raise
+                raise IllegalEvent(f"{events[-1]}: the scheduler cannot handle it: {reason_of(error)}") from error
+
+    def _new_orders(self) -> Orders:
+        """The orders since the last call."""
+        orders = self._for_user(self._commands)
+        self._commands.clear()
         return orders
+
+    def _for_user(self, commands: Iterable[Command]) -> Orders:
+        return tuple(SessionOrder(one, self._take) for one in commands if not isinstance(one, SetTimer | CancelTimer))
+
+    def _require_running(self) -> None:
+        self._thread.require()
+        self._require_open()
+        if not self._begun:
+            raise IllegalEvent("the session has not begun; call begin() first")
 
     def _require_open(self) -> None:
         if self._closed:
-            raise IllegalFact("the session is closed; continue the run with engine.Session.resume(directory)")
+            raise IllegalEvent("the session is closed; continue the run with engine.Session.resume(directory)")
 
 
 def _check(*, clock: Any, snapshot_every: Any, **optional: Any) -> None:
@@ -387,8 +394,11 @@ def _check(*, clock: Any, snapshot_every: Any, **optional: Any) -> None:
     check_arguments({**given, "clock": clock, "snapshot_every": snapshot_every})
 
 
-def _without_timers(commands: Iterable[Command]) -> Orders:
-    return tuple(command for command in commands if not isinstance(command, SetTimer | CancelTimer))
+def _due_at(timer: Order) -> float:
+    """When a timer is due, in seconds since the run began."""
+    command = timer.command
+    assert isinstance(command, SetTimer)
+    return timer.at + max(0.0, command.delay_s)
 
 
 def _for_one_process(limits: Limits) -> Limits:
