@@ -30,7 +30,7 @@ from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
 from engine.protocols.user_code import calls_in
-from engine.runtime.process_port import SERVICES, Found, ProcessEnd, ProcessHandle, SentOrder, Sign, key_of, source_of
+from engine.runtime.process_port import SERVICES, Found, Key, Life, ProcessEnd, SentOrder, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
 from engine.runtime.trajectory_service import unpacked
 from engine.runtime.wire import Message, pack_orders
@@ -51,14 +51,14 @@ CLOSE_TIMEOUT_S = 5.0
 """Seconds that a generator, the gateway or the trajectory store gets to close."""
 
 
-class RayProcess:
-    """One incarnation of an actor. `epoch`: that of the sending scheduler process; actors refuse orders of lower
+class RayProcess(Life):
+    """One life of an actor. `epoch`: that of the sending scheduler process; actors refuse orders of lower
     ones."""
 
     def __init__(
         self,
-        kind: str,
-        index: int,
+        key: Key,
+        incarnation: Incarnation,
         actor: Any,
         pulse: Pulse,
         plan: Plan,
@@ -67,13 +67,13 @@ class RayProcess:
         create: Callable[[], Any] | None = None,
     ) -> None:
         """`create`: creates the actor again; None if an earlier scheduler process created it."""
+        super().__init__(*key, incarnation)
         self.actor = actor
         self._create = create
         """None once the actor has run."""
         self._early: list[Message] = []
         """Messages sent before the actor has run: if it is created again, the new one gets them."""
-        self._kind = kind
-        self._source = source_of(kind, index)
+        self._source = source_of(*key)
         self._pulse = pulse
         self._run_dir = plan.run_dir
         self._apart = plan.trainer_nodes > 1
@@ -90,7 +90,7 @@ class RayProcess:
         which uses up no attempt."""
         while True:
             try:
-                await self.actor.bring_up.remote(*((restore,) if self._kind == TRAINER else ()))
+                await self.actor.bring_up.remote(*((restore,) if self.kind == TRAINER else ()))
                 self._create = None
                 self._early.clear()
                 return
@@ -144,7 +144,7 @@ class RayProcess:
         """Works only for a process on this node, and for the trainer's ranks on any node."""
         if self._run_dir is None or not self._pid:
             return ""
-        if self._kind == TRAINER and self._apart:
+        if self.kind == TRAINER and self._apart:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self.actor.dump_stacks.remote(), STACKS_S)
         file = stacks_file(self._run_dir, self._source)
@@ -157,7 +157,7 @@ class RayProcess:
 
     async def close(self) -> None:
         """Closes only generators; other actors need no close."""
-        if self._kind == REPLICA:
+        if self.kind == REPLICA:
             await self.actor.close.remote()
 
     def kill(self, *, hung: bool = False) -> None:
@@ -218,7 +218,9 @@ class RayProcesses:
         except BaseException:
             placed.free()
             raise
-        process = self._reporting[source, incarnation] = self._process(kind, index, actor, placed, create)
+        process = self._reporting[source, incarnation] = self._process(
+            (kind, index), incarnation, actor, placed, create
+        )
         return process
 
     def reporting(self, source: str, incarnation: Incarnation) -> RayProcess | None:
@@ -231,8 +233,8 @@ class RayProcesses:
     def check(self, prompt: Prompt) -> None:
         plain_prompt(prompt)
 
-    def services(self) -> Mapping[str, ProcessHandle]:
-        return {kind: self._process(kind, 0, actor) for kind, actor in self._kept.items() if actor is not None}
+    def services(self) -> Mapping[str, Life]:
+        return {kind: self._process((kind, 0), 0, actor) for kind, actor in self._kept.items() if actor is not None}
 
     async def room(self) -> int:
         return await asyncio.to_thread(room_now, self._plan)
@@ -258,20 +260,20 @@ class RayProcesses:
         known = {}
         for (source, incarnation), actor in living.actors.items():
             placed = found_place(self._name(source, incarnation)) if several else None
-            known[source, incarnation] = self._process(*key_of(source), actor, placed)
+            known[source, incarnation] = self._process(key_of(source), incarnation, actor, placed)
         self._reporting.update(known)
         return Found(processes=known, silent=living.silent)
 
     def _process(
         self,
-        kind: str,
-        index: int,
+        key: Key,
+        incarnation: Incarnation,
         actor: Any,
         placed: ActorPlacement | None = None,
         create: Callable[[], Any] | None = None,
     ) -> RayProcess:
-        pulse = self._patient if kind in SERVICES else self._pulse
-        return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}), create)
+        pulse = self._patient if key[0] in SERVICES else self._pulse
+        return RayProcess(key, incarnation, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}), create)
 
     def _name(self, source: str, incarnation: Incarnation) -> str:
         """The name of an incarnation's actor and placement group."""

@@ -1,4 +1,4 @@
-"""The actors that run workers: each has a `runtime.worker.PlannedWorker` and an outbox, in its own process.
+"""The actors that run workers: each has a `workers.worker.Worker` and an outbox, in its own process.
 
 Created by `ray_processes.RayProcesses`. The event loop handles messages; the worker loads and computes on threads.
 """
@@ -29,11 +29,16 @@ from engine.rollout.sent_weights import Turn, WeightsCall
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
 from engine.runtime.process_port import source_of
 from engine.runtime.wire import GatheredCalls, InOrder, Message, unpack_orders
-from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
-from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
+from engine.states.process import GATEWAY, TRAINER
 from engine.storage.weights import Trained
 from engine.training.shared_weights import Manifest
 from engine.workers.plan import Plan, Restore, Rollout
+from engine.workers.replica import ReplicaWorker
+from engine.workers.scorer import ScorerWorker
+from engine.workers.stage import StageWorker
+from engine.workers.threads import contained
+from engine.workers.trainer import TrainerWorker
+from engine.workers.worker import Peers, Worker
 
 # -- the client of the gateway actor, without its HTTP server ----------------------------------------------------------
 
@@ -141,7 +146,7 @@ class Inbox:
 class WorkerActor(HeartbeatActor):
     """Call `bring_up`, then `carry_out`; earlier orders wait. `alive` returns only once the worker has failed."""
 
-    kind: str
+    worker_class: type[Worker]
 
     def __init__(
         self,
@@ -156,17 +161,23 @@ class WorkerActor(HeartbeatActor):
         self._prepare_gpus(plan)
         self._plan = self._unpacked(plan)
         end_when_orphaned(plan, scheduler)
-        self.worker: PlannedWorker = WORKERS[self.kind](self._plan, index, incarnation)
-        self._source = source_of(self.kind, index)
+        self._source = source_of(self.worker_class.kind, index)
         self._incarnation = incarnation
         self._scheduler = scheduler
         self._gateway = gateway
         self._loading: asyncio.Task[None] | None = None
         self._orders: InOrder[bytes] = InOrder()
-        self._broken: asyncio.Future[str] | None = None
-        self._trajectories = remote_trajectories(trajectories)
-        reader = index if self.kind == REPLICA else None
+        reader = index if self.worker_class is ReplicaWorker else None
         self._weights = RemoteWeights(weights, transport_of(self._plan), reader, wire_of(self._plan))
+        outbox = Outbox(self._send, lost=lambda reason: self.worker.break_down(reason))
+        peers = Peers(
+            trajectories=remote_trajectories(trajectories),
+            weights=self._weights,
+            emit=outbox.add,
+            report=outbox.add_figures,
+            ask_trainer=self._ask_trainer,
+        )
+        self.worker: Worker = self.worker_class(self._plan, index, incarnation, peers)
 
     def _prepare_gpus(self, plan: PackedPlan) -> None:
         """Before torch is imported."""
@@ -184,23 +195,12 @@ class WorkerActor(HeartbeatActor):
 
     async def _load(self, restore: Restore | None) -> None:
         with rare_collection():
-            await self.worker.open(self._peers(), restore)
+            await self.worker.open(restore)
             await self._open_more()
             freeze_objects()
 
     async def _open_more(self) -> None:
         """Load what this kind of process needs beside its worker."""
-
-    def _peers(self) -> Peers:
-        outbox = Outbox(self._send, lost=self._break)
-        return Peers(
-            trajectories=self._trajectories,
-            weights=self._weights,
-            emit=outbox.add,
-            report=outbox.add_figures,
-            broken=self._break,
-            ask_trainer=self._ask_trainer,
-        )
 
     async def _send(self, sequence: int, events: bytes, figures: Figures) -> None:
         """Report a batch of events. The answer has the orders that follow from it, for this process."""
@@ -225,21 +225,11 @@ class WorkerActor(HeartbeatActor):
 
     async def alive(self) -> str:
         """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
-        return await asyncio.shield(self._failure())
+        return await self.worker.breakdown()
 
     async def close(self) -> None:
         """Cancel everything, and close the worker."""
         await self.worker.close()
-
-    def _failure(self) -> "asyncio.Future[str]":
-        if self._broken is None:
-            self._broken = asyncio.get_running_loop().create_future()
-        return self._broken
-
-    def _break(self, reason: str) -> None:
-        broken = self._failure()
-        if not broken.done():
-            broken.set_result(reason)
 
 
 def agent_generators(rollout: Rollout) -> list[AgentGenerator]:
@@ -251,8 +241,8 @@ def agent_generators(rollout: Rollout) -> list[AgentGenerator]:
 class RolloutActor(WorkerActor):
     """Runs a replica, and also handles the calls of agents."""
 
-    kind = REPLICA
-    worker: PlannedReplica
+    worker_class = ReplicaWorker
+    worker: ReplicaWorker
 
     async def bring_up(self, restore: Restore | None = None) -> None:
         await super().bring_up(restore)
@@ -278,8 +268,8 @@ class RolloutActor(WorkerActor):
 class TrainerActor(WorkerActor):
     """Runs the trainer, and also hands out weights."""
 
-    kind = TRAINER
-    worker: PlannedTrainer
+    worker_class = TrainerWorker
+    worker: TrainerWorker
 
     def _prepare_gpus(self, plan: PackedPlan) -> None:
         let_blocks_grow()
@@ -319,7 +309,7 @@ class TrainerActor(WorkerActor):
 
 
 class ScorerActor(WorkerActor):
-    kind = SCORER
+    worker_class = ScorerWorker
 
     def _prepare_gpus(self, plan: PackedPlan) -> None:
         let_blocks_grow()
@@ -327,8 +317,14 @@ class ScorerActor(WorkerActor):
 
 
 class AddedStatesActor(WorkerActor):
-    kind = ADDED_STATES
+    worker_class = StageWorker
+
+    async def _load(self, restore: Restore | None) -> None:
+        from engine.config import load_extensions_of  # late: only this process needs it
+
+        await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
+        await super()._load(restore)
 
 
-ACTORS = {actor.kind: actor for actor in (RolloutActor, TrainerActor, ScorerActor, AddedStatesActor)}
+ACTORS = {actor.worker_class.kind: actor for actor in (RolloutActor, TrainerActor, ScorerActor, AddedStatesActor)}
 """By kind of process. Separate classes, so that Ray and `ps` show the kind."""

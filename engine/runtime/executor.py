@@ -34,7 +34,7 @@ from engine.errors import reason_of
 from engine.events import GroupFailed, StateFailed, StopRequested
 from engine.ids import GroupId
 from engine.protocols import Prompts
-from engine.runtime.process_port import SentOrder, Stores
+from engine.runtime.process_port import Life, SentOrder, Stores
 from engine.runtime.prompt_sources import CountedPrompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
 from engine.states.limits import QUEUED
@@ -80,6 +80,8 @@ class RunExecutor:
         self._held_out = len(plan.held_out)
         self._post = post
         self._finish = finish
+        self._messages: dict[Life, list[SentOrder]] = {}
+        """The orders of this turn for each process."""
         self._discards: list[GroupId] = []
         self._discard_orders: list[int] = []
         self._done = DoneOrders(post)
@@ -104,9 +106,9 @@ class RunExecutor:
             ProbeProcess: supervisor.probe,
             FinishRun: finish,
             EnterState: self._enter,
-            InspectStep: lambda command: supervisor.order(ADDED_STATES, 0, SentOrder(command)),
+            InspectStep: lambda command: self._order(ADDED_STATES, 0, command),
             ScoreBatch: self._score,
-            **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, SentOrder(command))),
+            **dict.fromkeys(TRAINER_COMMANDS, lambda command: self._order(TRAINER, 0, command)),
         }
 
     def execute(self, commands: Iterable[Command]) -> None:
@@ -117,8 +119,8 @@ class RunExecutor:
             if one is not None:
                 one(command)
             else:
-                self._order_replica(SentOrder(command))
-        self.calls += self._supervisor.flush()
+                self._order_replica(command)
+        self._send()
         if self._discards:
             self._expect(self._stores.discard(self._discards), self._discard_orders)
             self.calls += self._stores.cut_agents(self._discards)
@@ -162,7 +164,7 @@ class RunExecutor:
             who: dict[str, Any] = {"replica": command.replica, "incarnation": command.incarnation}
             self._post(GroupFailed(group=command.group, attempt=command.attempt, **who, cause="data", reason=prompt))
         else:
-            self._order_replica(SentOrder(command, prompt))
+            self._order_replica(command, prompt)
 
     def _read(self, group: GroupId) -> Prompt | str:
         """The prompt of a group, or why it cannot be sent: it must not fail the other orders of the message. A source
@@ -194,25 +196,40 @@ class RunExecutor:
             who = {"group": command.group, "attempt": command.attempt}
             self._post(StateFailed(**who, state=command.state, cause="data", reason=prompt))
         else:
-            self._supervisor.order(ADDED_STATES, 0, SentOrder(command, prompt))
+            self._order(ADDED_STATES, 0, command, prompt)
 
-    def _order_replica(self, order: SentOrder) -> None:
-        command: Any = order.command
-        self._supervisor.order(REPLICA, command.replica, order, command.incarnation)
+    def _order_replica(self, command: Any, prompt: Prompt | None = None) -> None:
+        """One for a life that has ended is dropped: its loss is reported."""
+        life = self._supervisor.lives.get((REPLICA, command.replica))
+        if life is not None and life.incarnation == command.incarnation:
+            self._messages.setdefault(life, []).append(SentOrder(command, prompt))
+
+    def _order(self, kind: str, index: int, command: Command, prompt: Prompt | None = None) -> None:
+        life = self._supervisor.lives.get((kind, index))
+        if life is not None:
+            self._messages.setdefault(life, []).append(SentOrder(command, prompt))
+
+    def _send(self) -> None:
+        """Send each process its orders in one message, unless a later command has ended the process."""
+        messages, self._messages = self._messages, {}
+        for life, orders in messages.items():
+            if self._supervisor.lives.get(life.key) is life:
+                life.send(orders)
+                self.calls += 1
 
     def _score(self, command: ScoreBatch) -> None:
         index = self._scorer_of.get(command.task)
         kind = TRAINER if index is None else SCORER
-        self._supervisor.order(kind, index or 0, SentOrder(command))
+        self._order(kind, index or 0, command)
 
     def _discard(self, command: DiscardGroups) -> None:
-        self._supervisor.order(ADDED_STATES, 0, SentOrder(command))
+        self._order(ADDED_STATES, 0, command)
         self._discards.extend(command.groups)
         self._discard_orders.append(command.number)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         """Stop the measurement on the replica, and the agents of validation rows."""
-        self._order_replica(SentOrder(command))
+        self._order_replica(command)
         groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
         self.calls += self._stores.cut_agents(groups)
 

@@ -5,6 +5,8 @@ Called by `supervisor.py` and `executor.py`; implemented over Ray by `actors.ray
 messages, probes and stops processes, and reports what happened. It must never decide anything.
 """
 
+import asyncio
+import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -58,7 +60,7 @@ class Sign(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How an incarnation of a process ended."""
+    """How a life of a process ended."""
 
     reason: str
     self_reported: bool = False
@@ -67,10 +69,32 @@ class ProcessEnd:
     """The process does not respond, but may still run."""
 
 
-class ProcessHandle(Protocol):
-    """One incarnation of a process."""
+class Life:
+    """One life of a process. An implementation of the port derives its own class; what that leaves out does nothing."""
 
-    def bring_up(self, restore: Restore | None) -> Awaitable[None]:
+    def __init__(self, kind: str, index: int, incarnation: Incarnation) -> None:
+        self.kind = kind
+        self.index = index
+        self.key: Key = (kind, index)
+        self.incarnation = incarnation
+        self.opening: asyncio.Future[None] | None = None
+        """The result of `bring_up`, if the launch has called it."""
+        self.up = False
+        self.failure: BaseException | None = None
+        """What `bring_up` raised."""
+
+    def begin(self, restore: Restore | None = None) -> "asyncio.Future[None]":
+        """Bring it up; sets `up` once it is."""
+        opening: asyncio.Future[None] = asyncio.ensure_future(self.bring_up(restore))
+        opening.add_done_callback(self._opened)
+        return opening
+
+    def _opened(self, opening: "asyncio.Future[None]") -> None:
+        """Also retrieves the exception; otherwise asyncio warns."""
+        self.failure = None if opening.cancelled() else opening.exception()
+        self.up = not opening.cancelled() and self.failure is None
+
+    async def bring_up(self, restore: Restore | None) -> None:
         """Load the worker. A trainer begins from `restore`. Raises: the user's exception, or an `EngineError`
         that describes it."""
 
@@ -82,12 +106,15 @@ class ProcessHandle(Protocol):
 
     async def probe(self) -> Sign | None:
         """Wait for the process to respond. Returns None if it is dead."""
+        return Sign(os.getpid())
 
     async def lost(self) -> ProcessEnd:
         """Wait until the process is lost, and return how it ended."""
+        raise NotImplementedError
 
     async def stacks(self) -> str:
         """Make a hung process write its stacks. Returns a text that says where they are; empty if it wrote none."""
+        return ""
 
     async def hand_over(self, steps: StepId) -> None:
         """Make the trainer give scorers the weights after `steps` train steps. Raises the reason if it cannot."""
@@ -98,13 +125,14 @@ class ProcessHandle(Protocol):
     def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
         """End the process at once. Returns an awaitable to wait for before the next incarnation starts, if needed.
         `hung`: a call into the user's code does not return, so do not wait for that call."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """The processes that a restarted scheduler finds."""
 
-    processes: Mapping[tuple[str, Incarnation], ProcessHandle]
+    processes: Mapping[tuple[str, Incarnation], Life]
     """By source and incarnation."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Why a process could not be taken over, by its source."""
@@ -118,8 +146,8 @@ class Processes(Protocol):
     look_again_s: float | None
     """Seconds after which `lacking` may have another answer."""
 
-    def make(self, kind: str, index: int, incarnation: Incarnation) -> ProcessHandle:
-        """Make an incarnation; returns at once. Raises the reason if it cannot be made."""
+    def make(self, kind: str, index: int, incarnation: Incarnation) -> Life:
+        """Make a life; returns at once. Raises the reason if it cannot be made."""
 
     def last(self, kind: str, index: int) -> bool:
         """Whether a process cannot be replaced after its loss."""
@@ -127,7 +155,7 @@ class Processes(Protocol):
     def check(self, prompt: Prompt) -> None:
         """Raises: `DataFailure` for a prompt that cannot be sent."""
 
-    def services(self) -> Mapping[str, ProcessHandle]:
+    def services(self) -> Mapping[str, Life]:
         """The processes that start and end with the run, by kind."""
 
     async def room(self) -> int:

@@ -1,8 +1,7 @@
 """Starts, stops and watches the processes that the scheduler orders, and reports what happens to them.
 
-Called by the run loop and the executor, on the driver's event loop. It sends orders to the processes, and takes over
-running ones after a failover. Must never decide anything: the core decides whether and from where a lost process
-restarts (`scheduling/processes.py`).
+Called by the run loop and the executor, on the driver's event loop. It takes over running processes after a failover.
+Must never decide anything: the core decides whether and from where a lost process restarts (`scheduling/processes.py`).
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from engine.commands import ProbeProcess, StartProcess, StopProcess
 from engine.errors import EngineError, RunFailed, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.ids import NO_VERSION, Incarnation, StepId
-from engine.runtime.process_port import SERVICES, Found, Key, ProcessEnd, Processes, ProcessHandle, SentOrder, source_of
+from engine.runtime.process_port import SERVICES, Found, Key, Life, ProcessEnd, Processes, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
 from engine.states.timeouts import MOST_S
@@ -26,36 +25,6 @@ log = logging.getLogger(__name__)
 
 LAUNCHED = (TRAINER, SCORER, ADDED_STATES, REPLICA)
 """The order in which a launch starts processes. In one process, they load in this order, one after another."""
-
-
-class Life:
-    """One incarnation of a process."""
-
-    __slots__ = ("failure", "incarnation", "index", "key", "kind", "opening", "process", "up", "watched")
-
-    def __init__(self, key: Key, incarnation: Incarnation, process: ProcessHandle) -> None:
-        self.key = key
-        self.kind, self.index = key
-        self.incarnation = incarnation
-        self.process = process
-        self.opening: asyncio.Future[None] | None = None
-        """The result of `bring_up`, if `Supervisor.open` called it."""
-        self.up = False
-        self.failure: BaseException | None = None
-        """What `bring_up` raised."""
-        self.watched = False
-        """Whether `start` or the supervisor's watch handles it already."""
-
-    def bring_up(self, restore: Restore | None = None) -> "asyncio.Future[None]":
-        """Make the process load its role; sets `up` once it has."""
-        opening: asyncio.Future[None] = asyncio.ensure_future(self.process.bring_up(restore))
-        opening.add_done_callback(self._opened)
-        return opening
-
-    def _opened(self, opening: "asyncio.Future[None]") -> None:
-        """Also retrieves the exception; otherwise asyncio warns."""
-        self.failure = None if opening.cancelled() else opening.exception()
-        self.up = not opening.cancelled() and self.failure is None
 
 
 class Supervisor:
@@ -77,9 +46,10 @@ class Supervisor:
         self._state = state
         self._deliver = deliver
         self._give_up = give_up
-        self._lives: dict[Key, Life] = {}
-        self._orders: dict[Life, list[SentOrder]] = {}
-        """The orders of each process that `flush` sends."""
+        self.lives: dict[Key, Life] = {}
+        """The current life of each process."""
+        self._watched: set[Life] = set()
+        """Lives that `start` or the watch handles already."""
         self._begun: dict[Key, Incarnation] = {}
         """The newest incarnation of each process that this supervisor has started or refused."""
         self._ending: dict[tuple[Key, Incarnation], asyncio.Future[object]] = {}
@@ -87,8 +57,9 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
-        for kind, process in processes.services().items():
-            self._lives[kind, 0] = Life((kind, 0), self._newest((kind, 0)) + (found is None), process)
+        for kind, life in processes.services().items():
+            life.incarnation = self._newest((kind, 0)) + (found is None)
+            self.lives[kind, 0] = life
 
     # the launch
 
@@ -114,7 +85,7 @@ class Supervisor:
                     raise RunFailed(f"{name_of(*first.key)} exceeded {limit}, before the run has begun")
             await launch
         except Exception as error:
-            failed = next((life for life in self._lives.values() if life.failure is error), None)
+            failed = next((life for life in self.lives.values() if life.failure is error), None)
             if failed is None or (isinstance(error, EngineError) and type(error) not in (EngineError, RunFailed)):
                 raise
             raise RunFailed(f"{name_of(*failed.key)} could not be started: {reason_of(error)}") from error
@@ -131,10 +102,10 @@ class Supervisor:
         return limit_s + len(restore.redo) * (MOST_S if train_s is None else train_s)
 
     def _loading(self) -> list[Life]:
-        return [life for life in self._lives.values() if not life.up and life.kind not in SERVICES]
+        return [life for life in self.lives.values() if not life.up and life.kind not in SERVICES]
 
     async def _not_waiting_for_room(self, lives: list[Life]) -> list[Life]:
-        replicas = sum(life.kind == REPLICA for life in self._lives.values())
+        replicas = sum(life.kind == REPLICA for life in self.lives.values())
         lacks = {kind: await self._processes.lacking(kind, replicas) for kind in (REPLICA, TRAINER)}
         return [life for life in lives if not lacks.get(life.kind)]
 
@@ -142,29 +113,29 @@ class Supervisor:
         replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
         workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
         workers += [self._make((ADDED_STATES, 0))] if self._plan.limits.added_states else []
-        others = [self._make((TRAINER, 0)).bring_up(restore), *(life.bring_up() for life in workers)]
+        others = [self._make((TRAINER, 0)).begin(restore), *(life.begin() for life in workers)]
         enough = max(1, min(await self._processes.room(), len(replicas)))
         if self._plan.shares_gpus:  # vLLM measures what is free on its GPU as it starts
             await asyncio.gather(*others)
         if 0 < self._plan.rollout_gpus < 1:  # replicas may be on one GPU, so they start one after another
             for life in replicas[:enough]:
-                life.opening = life.bring_up()
+                life.opening = life.begin()
                 await life.opening
         for life in replicas:
-            life.opening = life.opening or life.bring_up()
+            life.opening = life.opening or life.begin()
         opening = [life.opening for life in replicas if life.opening is not None]
         await asyncio.gather(_first_up(enough, opening), *others)
 
     def begin(self) -> None:
         """Watch the processes of the launch, once the run has begun. The scheduler orders the start of replicas."""
-        for life in list(self._lives.values()):
-            if not life.watched and life.kind != REPLICA:
+        for life in list(self.lives.values()):
+            if life not in self._watched and life.kind != REPLICA:
                 self._watch(life)
         self._report_gateway()
 
     def _report_gateway(self) -> None:
         """Report the gateway as up, unless that is known. The core does not order its start."""
-        life, known = self._lives.get((GATEWAY, 0)), self._state.find_process(GATEWAY, 0)
+        life, known = self.lives.get((GATEWAY, 0)), self._state.find_process(GATEWAY, 0)
         if life is not None and (known is None or known.state != "up"):
             life.incarnation = self._newest((GATEWAY, 0)) + 1
             self._deliver(ProcessUp(kind=GATEWAY, index=0, incarnation=life.incarnation))
@@ -180,7 +151,7 @@ class Supervisor:
     def _make_incarnation(self, key: Key, incarnation: Incarnation) -> Life:
         """Make an incarnation of a process. Raises the reason if it cannot be made."""
         self._begun[key] = incarnation
-        life = self._lives[key] = Life(key, incarnation, self._processes.make(*key, incarnation))
+        life = self.lives[key] = self._processes.make(*key, incarnation)
         return life
 
     # after the scheduler's process ended
@@ -197,7 +168,7 @@ class Supervisor:
         for (source, incarnation), running in self._found.processes.items():
             key = listed.get((source, incarnation))
             if key is not None and source not in self._found.silent:
-                self._lives[key] = Life(key, incarnation, running)
+                self.lives[key] = running
             elif source not in kept:
                 running.kill()
 
@@ -207,12 +178,12 @@ class Supervisor:
         assert self._found is not None
         for process in self._known():
             key = (process.kind, process.index)
-            life = self._lives.get(key)
+            life = self.lives.get(key)
             if process.state == "up" and (life is None or life.incarnation != process.incarnation):
                 why = self._found.silent.get(source_of(*key), "it ended while there was no scheduler")
                 self._spawn(self._report(key, process.incarnation, ProcessEnd(why)))
-        for life in list(self._lives.values()):
-            if not life.watched:
+        for life in list(self.lives.values()):
+            if life not in self._watched:
                 self._watch(life)
         self._report_gateway()
 
@@ -227,7 +198,7 @@ class Supervisor:
         """Start an incarnation, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: an
         incarnation that cannot be made is reported as lost, after this method returns."""
         key, incarnation = (command.kind, command.index), command.incarnation
-        life = self._lives.get(key)
+        life = self.lives.get(key)
         if life is not None and life.incarnation < incarnation:
             self._forget(life)
             life = None
@@ -243,8 +214,8 @@ class Supervisor:
         except Exception as error:
             self._spawn(self._report_unstarted(key, incarnation, error))
             return
-        if life.incarnation == incarnation and not life.watched:
-            life.watched = True
+        if life.incarnation == incarnation and life not in self._watched:
+            self._watched.add(life)
             self._spawn(self._bring_up(life, command))
 
     def stop(self, command: StopProcess) -> None:
@@ -252,7 +223,7 @@ class Supervisor:
         key = (command.kind, command.index)
         if self._closed or (key, command.incarnation) in self._ending:
             return
-        life = self._lives.get(key)
+        life = self.lives.get(key)
         current = life is not None and life.incarnation == command.incarnation
         if life is not None and current and (command.hung or life.kind == TRAINER):
             self._spawn(self._end(life, command))
@@ -279,12 +250,12 @@ class Supervisor:
 
     def probe(self, command: ProbeProcess) -> None:
         """Report what a process waits for. If it does not answer, there is no report."""
-        life = self._lives.get((command.kind, command.index))
+        life = self.lives.get((command.kind, command.index))
         if life is not None and life.incarnation == command.incarnation:
             self._spawn(self._probe(life, command.order))
 
     async def _probe(self, life: Life, order: int) -> None:
-        sign = await life.process.probe()
+        sign = await life.probe()
         if sign is not None and self._is_current(life):
             self._deliver(
                 ProcessProbed(kind=life.kind, index=life.index, incarnation=life.incarnation, order=order,
@@ -298,7 +269,7 @@ class Supervisor:
             await self._until_gone(life.key)
             if not self._is_current(life):
                 return
-            opening = life.opening or life.bring_up(self._restore(command) if life.kind == TRAINER else None)
+            opening = life.opening or life.begin(self._restore(command) if life.kind == TRAINER else None)
             if life.kind in (REPLICA, TRAINER) and not opening.done():
                 await self._report_wait(life, opening)
             await opening
@@ -310,14 +281,14 @@ class Supervisor:
         if not self._is_current(life):
             return
         if life.kind == REPLICA:
-            life.process.join()
+            life.join()
         else:
             self._deliver(ProcessUp(kind=life.kind, index=life.index, incarnation=life.incarnation))
         self._watch(life)
 
     def _is_current(self, life: Life) -> bool:
         """Whether this is the current incarnation of its process, and its end is not reported yet."""
-        return self._lives.get(life.key) is life and not self._closed
+        return self.lives.get(life.key) is life and not self._closed
 
     def _restore(self, command: StartProcess) -> Restore | None:
         """Where a new trainer begins; None: from the initial weights."""
@@ -348,7 +319,7 @@ class Supervisor:
         node that is added later. Ray learns late that a node is lost, so this asks again until the process is up."""
         said = ""
         while not opening.done():
-            replicas = sum(key[0] == REPLICA for key in self._lives)
+            replicas = sum(key[0] == REPLICA for key in self.lives)
             lacking = await self._processes.lacking(life.kind, replicas)
             if lacking is None or opening.done() or not self._is_current(life):
                 return
@@ -363,11 +334,12 @@ class Supervisor:
     # watching
 
     def _watch(self, life: Life) -> None:
-        life.watched = life.up = True
+        life.up = True
+        self._watched.add(life)
         self._spawn(self._watch_until_lost(life))
 
     async def _watch_until_lost(self, life: Life) -> None:
-        ended = await life.process.lost()
+        ended = await life.lost()
         if ended.silent and self._is_current(life):
             ended = ProcessEnd(f"{ended.reason}{await self._stacks(life)}")
         if self._is_current(life):
@@ -376,7 +348,7 @@ class Supervisor:
 
     async def _stacks(self, life: Life) -> str:
         """Make a hung process write its stacks. Returns the end of a sentence that says where they are."""
-        where = await life.process.stacks()
+        where = await life.stacks()
         return f"; {where}" if where else ""
 
     async def _report_unstarted(self, key: Key, incarnation: Incarnation, error: Exception) -> None:
@@ -425,28 +397,12 @@ class Supervisor:
             except OSError as error:
                 log.warning("the damaged checkpoint %s cannot be set aside: %s", path, error)
 
-    # orders to processes
-
-    def order(self, kind: str, index: int, order: SentOrder, incarnation: Incarnation | None = None) -> None:
-        """Keep an order until `flush`. An order for an incarnation that has ended is dropped: its loss
-        is reported."""
-        life = self._lives.get((kind, index))
-        if life is not None and incarnation in (None, life.incarnation):
-            self._orders.setdefault(life, []).append(order)
-
-    def flush(self) -> int:
-        """Send the orders, one call for each process. Returns the number of calls."""
-        sent, self._orders = self._orders, {}
-        for life, orders in sent.items():
-            life.process.send(orders)
-        return len(sent)
-
     async def hand_over(self, steps: StepId) -> None:
         """Make the trainer hand over weights that it owes to scorers. Raises the reason if it cannot."""
-        life = self._lives.get((TRAINER, 0))
+        life = self.lives.get((TRAINER, 0))
         if life is None:
             raise EngineError("the weights cannot be handed over, because no trainer is running")
-        await life.process.hand_over(steps)
+        await life.hand_over(steps)
 
     # the end
 
@@ -457,14 +413,14 @@ class Supervisor:
     async def close(self) -> None:
         """Give processes a limited time to close, then kill all except the stores and the gateway."""
         self.stop_watching()
-        lives = [life for life in self._lives.values() if life.kind not in SERVICES]
-        closing = [asyncio.ensure_future(life.process.close()) for life in lives if life.up]
+        lives = [life for life in self.lives.values() if life.kind not in SERVICES]
+        closing = [asyncio.ensure_future(life.close()) for life in lives if life.up]
         if closing:
             await asyncio.wait(closing, timeout=self._processes.goodbye_s)
         for end in closing:
             if not end.cancel() and not end.cancelled():
                 end.exception()  # retrieved, otherwise asyncio warns
-        gone = [*self._ending.values(), *(gone for life in lives if (gone := life.process.kill()) is not None)]
+        gone = [*self._ending.values(), *(gone for life in lives if (gone := life.kill()) is not None)]
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *gone, return_exceptions=True)
@@ -477,9 +433,9 @@ class Supervisor:
     def _forget(self, life: Life, *, hung: bool = False) -> None:
         """Kill an incarnation and report nothing more about it."""
         key = life.key
-        self._lives.pop(key, None)
-        self._orders.pop(life, None)
-        gone = life.process.kill(hung=hung) if life.kind not in SERVICES else None
+        self.lives.pop(key, None)
+        self._watched.discard(life)
+        gone = life.kill(hung=hung) if life.kind not in SERVICES else None
         if gone is not None:
             ending = self._ending[key, life.incarnation] = asyncio.ensure_future(gone)
             ending.add_done_callback(lambda end: self._ending.pop((key, life.incarnation)))

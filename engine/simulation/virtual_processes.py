@@ -7,7 +7,7 @@ start. What a process runs is in `simulated_models`.
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -15,15 +15,14 @@ from typing import Any, Generic, TypeVar
 from engine.commands import MeasureRows, ResumeGroup, StartGroup
 from engine.events import Event
 from engine.ids import Incarnation, StepId, Version
-from engine.runtime.local.local_processes import LocalProcess, LocalStore, LocalTrajectories, LocalWeights
-from engine.runtime.process_port import Key, ProcessHandle, SentOrder, Sign
+from engine.runtime.local.local_processes import WORKERS, LocalProcess, LocalStore, LocalTrajectories, LocalWeights
+from engine.runtime.process_port import Key, Life, SentOrder, Sign
 from engine.runtime.trajectory_service import Waits
-from engine.runtime.worker import WORKERS, Peers, PlannedWorker
 from engine.simulation.simulated_models import Dice, Fault
 from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt
 from engine.workers.plan import Plan, Restore
-from engine.workers.trainer import Report
+from engine.workers.worker import Peers, Worker
 
 Message = TypeVar("Message")
 
@@ -59,25 +58,17 @@ class VirtualChannel(Generic[Message]):
 
 
 class VirtualProcess(LocalProcess):
-    """One incarnation of a worker, which dies and hangs by chance."""
+    """One life of a worker, which dies and hangs by chance."""
 
-    def __init__(self, worker: PlannedWorker, peers: Callable[..., Peers], dice: Dice, late: bool) -> None:
+    def __init__(self, worker: Worker, waits: Waits, dice: Dice, late: bool) -> None:
         """`late`: the process starts after the launch, so its start takes time."""
-        super().__init__(worker, peers, asyncio.Lock())
+        super().__init__(worker, waits, asyncio.Lock())
         self.hung = False
         """A hung process carries out no orders and reports nothing until it is replaced."""
         self.dead = False
         self._dice = dice
         self._late = late
         self._inbox = VirtualChannel(dice, self._take)
-
-    @property
-    def id(self) -> int:
-        return self._worker.index
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self._worker.incarnation
 
     async def bring_up(self, restore: Restore | None) -> None:
         faults = self._dice.setting.faults
@@ -94,7 +85,7 @@ class VirtualProcess(LocalProcess):
             self._inbox.send(order)
 
     def _take(self, order: SentOrder) -> None:
-        faults, kind = self._dice.setting.faults, self._worker.kind
+        faults, kind = self._dice.setting.faults, self.kind
         if kind != ADDED_STATES:
             self.hung |= self._dice.chance(faults.hang)
         elif self._dice.chance(faults.hang):
@@ -115,21 +106,21 @@ class VirtualProcess(LocalProcess):
         """End at once. Events that were sent before still arrive, perhaps after the loss is reported."""
         if not self.dead:
             self.dead = True
-            asyncio.get_running_loop().call_later(self._dice.setting.latency_s, self._break, reason)
+            asyncio.get_running_loop().call_later(self._dice.setting.latency_s, self._worker.break_down, reason)
 
-    async def probe(self) -> Sign | None:  # type: ignore[override]
+    async def probe(self) -> Sign | None:
         if self.hung:
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(self._dice.setting.latency_s)
         return None if self.dead else Sign(os.getpid(), self._waits.oldest)
 
-    def kill(self, *, hung: bool = False) -> Any:
+    def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
         self.dead = True
         return super().kill(hung=True)
 
 
 class VirtualProcesses:
-    """Makes incarnations on the virtual clock."""
+    """Makes lives on the virtual clock."""
 
     goodbye_s: float = 30.0
     look_again_s: float | None = None
@@ -141,7 +132,7 @@ class VirtualProcesses:
         weights: LocalWeights,
         dice: Dice,
         emit: Callable[[Event], None],
-        report: Report,
+        report: Callable[[StepId, Mapping[str, Any]], None],
         launched: Callable[[], bool],
     ) -> None:
         """`launched()`: whether the run has begun."""
@@ -156,15 +147,13 @@ class VirtualProcesses:
         """The newest incarnation of each process."""
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> VirtualProcess:
-        outbox = VirtualChannel(self._dice, self._emit)
-
-        def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
-            return Peers(
-                trajectories=self._trajectories, weights=self._weights, report=self._report, broken=broken,
-                emit=lambda event: self._send(process, outbox, event), ask_trainer=partial(self._ask_trainer, waits),
-            )  # fmt: skip
-
-        process = VirtualProcess(WORKERS[kind](self._plan, index, incarnation), peers, self._dice, self._launched())
+        outbox, waits = VirtualChannel(self._dice, self._emit), Waits()
+        peers = Peers(
+            trajectories=self._trajectories, weights=self._weights, report=self._report,
+            emit=lambda event: self._send(process, outbox, event), ask_trainer=partial(self._ask_trainer, waits),
+        )  # fmt: skip
+        worker = WORKERS[kind](self._plan, index, incarnation, peers)
+        process = VirtualProcess(worker, waits, self._dice, self._launched())
         self.newest[kind, index] = process
         return process
 
@@ -181,9 +170,8 @@ class VirtualProcesses:
 
     def check(self, prompt: Prompt) -> None: ...
 
-    def services(self) -> Mapping[str, ProcessHandle]:
-        memory = LocalStore(self._trajectories)  # used for both stores, because it never fails
-        return {TRAJECTORY_STORE: memory, WEIGHTS_STORE: memory}
+    def services(self) -> Mapping[str, Life]:
+        return {kind: LocalStore(kind, self._trajectories) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)}
 
     async def room(self) -> int:
         return len(self._plan.lives())

@@ -6,14 +6,14 @@ twice, or leave an order unanswered.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
-from engine.errors import DataFailure, EngineError, are, reason_of
+from engine.errors import ConfigError, DataFailure, EngineError, are, reason_of
 from engine.events import NO_ANSWER, Event, OrderProgressed, RowsFailed, RowsMeasured
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
@@ -21,10 +21,11 @@ from engine.protocols.user_code import awaited
 from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.group_reports import judged_problem
-from engine.workers.plan import Answer
+from engine.workers.plan import Answer, Plan, Rollout
 from engine.workers.progress_reports import ProgressReports
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
 from engine.workers.threads import contained, from_any_thread, on_a_thread
+from engine.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,24 @@ class HeldOut:
     """Keeps samples of the answers."""
 
 
+def held_out_of(plan: Plan, rollout: Rollout, samples: SampleKeeper | None) -> HeldOut | None:
+    """The validation prompts that a replica may measure. Raises: `ConfigError` if it has no evaluator."""
+    limits = plan.limits.validation
+    if limits is None:
+        return None
+    if rollout.evaluator is None:
+        law = "validation needs an evaluator, but the plan's rollouts have none"
+        raise ConfigError("limits.validation", f"{len(plan.held_out)} rows", law, "add one, or use None")
+    places = map(limits.place, range(limits.rows))
+    return HeldOut(
+        prompts=plan.held_out, evaluator=rollout.evaluator,
+        rows=[HeldOutRow(one.name, prompt, sample, one.prompts) for one, prompt, sample in places],
+        answers=rollout.answers, samples=samples,
+        parts={one.name: one.parts for one in limits.measured_sets},
+        correct={one.name: one.correct for one in limits.measured_sets},
+    )  # fmt: skip
+
+
 def held_out_group(validation: ValidationId, rows: int, row: int) -> GroupId:
     """The group id of a row in a validation: negative, and never used twice."""
     return -1 - (validation * rows + row)
@@ -65,26 +84,17 @@ class Measurement:
 
 
 class Measurements:
-    """The chunks of one incarnation of a replica. `version()` returns the weights version that it samples from."""
+    """The chunks of one life of a replica. `version()` returns the weights version that it samples from."""
 
-    def __init__(
-        self,
-        held_out: HeldOut | None,
-        *,
-        version: Callable[[], Version],
-        emit: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
-        progress_every_s: float,
-    ) -> None:
+    def __init__(self, worker: Worker, held_out: HeldOut | None, version: Callable[[], Version]) -> None:
+        self._worker = worker
         self._held_out = held_out
         self._version = version
-        self._emit = emit
-        self._spawn = spawn
         self._running: dict[asyncio.Task[None], Measurement] = {}
-        self._progress = ProgressReports(progress_every_s, self._report)
+        self._progress = ProgressReports(worker.progress_every_s(MeasureRows), self._report)
         self._newest = -1
-        """Number of the newest order; a repeat has no higher one. The orders of an incarnation arrive in ascending
-        order of their numbers: the supervisor sends them in the order of the book, and `wire.InOrder` restores it."""
+        """Number of the newest order; a repeat has no higher one. The orders of a life arrive in ascending order of
+        their numbers: the executor sends them in the order of the book, and `wire.InOrder` restores it."""
 
     def measure(self, order: MeasureRows, after: "asyncio.Task[None] | None") -> None:
         """Measure a chunk once `after`, the last weights order, has ended. A newer attempt cancels an older one."""
@@ -97,7 +107,7 @@ class Measurements:
             # A generator tells rows apart, not attempts, so only one attempt may run.
             self._stop(earlier)
             waits.append(earlier.task)
-        measurement.task = self._spawn(self._run(measurement, waits))
+        measurement.task = self._worker.spawn(self._run(measurement, waits))
         self._running[measurement.task] = measurement
         measurement.task.add_done_callback(lambda task: self._running.pop(task, None))
 
@@ -109,7 +119,7 @@ class Measurements:
 
     def _stop(self, measurement: Measurement) -> None:
         measurement.unwanted = True
-        self._spawn(self._end(measurement))
+        self._worker.spawn(self._end(measurement))
 
     async def wait_for_stopped(self) -> None:
         """Return once every stopped chunk has ended."""
@@ -134,7 +144,7 @@ class Measurements:
         except Exception as error:
             event = self._failed(order, error)
         if not measurement.unwanted:
-            self._emit(event)
+            self._worker.peers.emit(event)
 
     async def _measured(self, measurement: Measurement) -> Event:
         order, held_out = measurement.order, self._held_out
@@ -192,7 +202,7 @@ class Measurements:
     def _report(self, measurement: Measurement) -> None:
         """Report that rows of a chunk have progressed, if the chunk still runs."""
         if not measurement.unwanted and not measurement.task.done():
-            self._emit(OrderProgressed(order=measurement.order.number))
+            self._worker.peers.emit(OrderProgressed(order=measurement.order.number))
 
     async def _answers(self, held_out: HeldOut, groups: Mapping[int, TrajectoryGroup]) -> dict[int, str]:
         """The answer of each response that has one, where its set has a majority vote. On a thread: it is user code."""

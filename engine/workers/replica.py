@@ -1,19 +1,18 @@
 """The worker of one `Generator`: takes the scheduler's commands, emits events about its groups and weights.
 
-Called by `runtime.worker`, on the generator's event loop. Must never report a group before it is stored, report a
+It runs on the generator's event loop. Must never report a group before it is stored, report a
 group twice, or leave a command unanswered that needs an answer.
 """
 
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from engine.commands import (
     AbortGroup,
-    Command,
     MeasureRows,
     ParkGroup,
     ResumeGroup,
@@ -23,12 +22,13 @@ from engine.commands import (
 )
 from engine.errors import DataFailure, EngineError, clean, reason_of
 from engine.events import Event, GroupFailed, OrderDone, OrderProgressed, ProcessUp
-from engine.ids import GroupId, Incarnation, ReplicaId, Version
-from engine.protocols import Fallible, Generated, Generator, GroupWork
+from engine.ids import GroupId, Incarnation, Version
+from engine.protocols import Fallible, Generated, GroupWork
 from engine.protocols.user_code import awaited
+from engine.states.limits import QUEUED
+from engine.states.process import REPLICA
 from engine.storage.prefixes import Growth, growth_of
-from engine.storage.trajectories import Trajectories, copy_prompt
-from engine.storage.weights import Weights
+from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.cache_reports import CacheReports
 from engine.workers.call_reports import CallReports
@@ -41,12 +41,13 @@ from engine.workers.group_reports import (
     generated_event,
     prefix_event,
 )
-from engine.workers.measurement import HeldOut, Measurements
-from engine.workers.progress_reports import Interval, ProgressReports
+from engine.workers.measurement import Measurements, held_out_of
+from engine.workers.plan import Plan, Restore, Rollout
+from engine.workers.progress_reports import ProgressReports
 from engine.workers.replica_weights import ReplicaWeights, SyncCommand
-from engine.workers.sample_keeper import SampleKeeper
-from engine.workers.threads import contained, from_any_thread
-from engine.workers.worker_tasks import WorkerTasks
+from engine.workers.sample_keeper import keeper_of
+from engine.workers.threads import contained, from_any_thread, on_a_thread
+from engine.workers.worker import Peers, Worker
 
 # -- one attempt -------------------------------------------------------------------------------------------------------
 
@@ -91,123 +92,95 @@ class GroupAttempt:
 log = logging.getLogger(__name__)
 
 
-class ReplicaWorker:
-    """One incarnation of a replica. `emit` receives its events; `broken(reason)` is called when it has failed for good.
-    If not `rewarded`, an added state assigns the rewards later. `prepared`: the trajectory store may have another
-    prompt for a group, from an added state before generation. `described`: see `generated_event`.
+class ReplicaWorker(Worker):
+    """One life of a replica. Group commands are executed at once; weights commands one at a time, in the order of
+    arrival."""
 
-    Group commands are executed at once; weights commands one at a time, in the order of arrival.
-    """
-
+    kind = REPLICA
+    rollout: Rollout | None = None
+    """What it runs, once that is made."""
+    _joined = False
     _finished = 0
     """Trajectories of running attempts that have ended."""
     _reported = 0
     """Ended trajectories that were in the last reports."""
+    _newest_start = -1
+    """Number of the newest order to start or resume a group; a repeat has no higher one. The orders of a life arrive in
+    ascending order of their numbers: the executor sends them in the order of the book, and `wire.InOrder` restores
+    it."""
 
-    def __init__(
-        self,
-        *,
-        replica: ReplicaId,
-        incarnation: Incarnation,
-        generator: Generator,
-        samples: int,
-        trajectories: Trajectories,
-        weights: Weights,
-        emit: Callable[[Event], None],
-        broken: Callable[[str], None],
-        prefix_every_tokens: int = 0,
-        held_out: HeldOut | None = None,
-        rewarded: bool = True,
-        prepared: bool = False,
-        described: Sequence[str] | None = None,
-        progress_every_s: Interval,
-        keeper: SampleKeeper | None = None,
-        cache_every_s: float = 0.0,
-    ) -> None:
-        self.replica = replica
-        self.incarnation = incarnation
-        self.generator = generator
-        self.samples = samples
-        self.prefix_every_tokens = prefix_every_tokens
-        self._rewarded = rewarded
-        self._prepared = prepared
-        self._described = described
-        self._keeper = keeper
-        self._progress = ProgressReports(progress_every_s(StartGroup), self._report)
-        self._note_progress = from_any_thread(self._progress.note)
-        self._note_finished = from_any_thread(self._take_finished)
+    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
+        super().__init__(plan, index, incarnation, peers)
+        self._running: dict[GroupId, GroupAttempt] = {}
         self._unreported: dict[GroupAttempt, None] = {}
         """Attempts with trajectories that have ended since the last reports."""
-        self._trajectories = trajectories
-        self._emit = emit
-        self._broken = broken
-        self._running: dict[GroupId, GroupAttempt] = {}
-        self._newest_start = -1
-        """Number of the newest order to start or resume a group; a repeat has no higher one. The orders of an
-        incarnation arrive in ascending order of their numbers: the supervisor sends them in the order of the book, and
-        `wire.InOrder` restores it."""
-        self._tasks = WorkerTasks(f"replica {replica}", broken)
-        self._closed = False
-        self._who = {"replica": replica, "incarnation": incarnation}
-        self._measuring = Measurements(
-            held_out, version=lambda: self.version, emit=emit, spawn=self._tasks.spawn,
-            progress_every_s=progress_every_s(MeasureRows),
-        )  # fmt: skip
-        sources = [generator]
-        if held_out is not None and held_out.evaluator is not generator:
-            sources.append(held_out.evaluator)
-        self._calls = CallReports("replica", replica, incarnation, sources, emit)
-        self._cache = CacheReports(replica, incarnation, generator, cache_every_s, lambda: self.running, emit)
+        self._who = {"replica": index, "incarnation": incarnation}
+        self._rewarded = plan.rewarded
+        self._prepared = bool(plan.limits.states_at(QUEUED))
+        """Whether the trajectory store may have another prompt for a group, from an added state before generation."""
+        self._keeper = keeper_of(plan.run_dir, plan.sample_policy)
         self._done = DoneOrders(self._report_done)
+
+    @property
+    def threads(self) -> int:
+        return self.plan.rollout_threads
+
+    async def _open(self, restore: Restore | None) -> None:
+        self.rollout = rollout = await on_a_thread(self.plan.rollout_maker, self.index)
+        self.generator = generator = rollout.generator
+        self._progress = ProgressReports(self.progress_every_s(StartGroup), self._report)
+        self._note_progress = from_any_thread(self._progress.note)
+        self._note_finished = from_any_thread(self._take_finished)
+        self._measuring = Measurements(self, held_out_of(self.plan, rollout, self._keeper), lambda: self.version)
+        sources = [generator, *([] if rollout.evaluator in (None, generator) else [rollout.evaluator])]
+        self._calls = CallReports("replica", self.index, self.incarnation, sources, self.peers.emit)
+        self._cache = CacheReports(
+            self.index, self.incarnation, generator, self.plan.cache_every_s, lambda: self.running, self.peers.emit
+        )
         self._weights = ReplicaWeights(
-            who=self._who, generator=generator, weights=weights, measuring=self._measuring,
-            running=lambda: [attempt.task for attempt in self._running.values()],
-            emit=emit, done=self._done, broken=broken, spawn=self._tasks.spawn,
-        )  # fmt: skip
-        self._carry: dict[type[Command], Callable[[Any, Prompt | None], None]] = {
+            self, generator, self._measuring, self._done, lambda: [attempt.task for attempt in self._running.values()]
+        )
+        self._starts = {
             StartGroup: self._start,
             ResumeGroup: self._start,
-            AbortGroup: lambda command, _: self._abort(command),
-            ParkGroup: lambda command, _: self._park(command),
-            TruncateGroup: lambda command, _: self._truncate(command),
-            **dict.fromkeys(get_args(SyncCommand), lambda command, _: self._weights.carry_out(command)),
-            MeasureRows: lambda command, _: self._measuring.measure(command, self._weights.last),
-            StopMeasuring: lambda command, _: self._stop_measuring(command),
+            AbortGroup: self._abort,
+            ParkGroup: self._park,
+            TruncateGroup: self._truncate,
+            **dict.fromkeys(get_args(SyncCommand), self._weights.carry_out),
+            MeasureRows: lambda command: self._measuring.measure(command, self._weights.last),
+            StopMeasuring: self._stop_measuring,
         }
 
-    def join(self, slots: int, version: Version = 0) -> None:
-        """Report that the replica is up with weights `version`."""
-        self._weights.version = version
-        self._emit(
+    def join(self) -> None:
+        """Report that the replica is up, with the initial weights. Further calls do nothing. Raises: `EngineError` if
+        it is not open."""
+        if not self._opened:
+            raise EngineError(f"replica {self.index} is not open")
+        if self._joined:
+            return
+        self._joined = True
+        self.peers.emit(
             ProcessUp(
-                kind="replica", index=self.replica, incarnation=self.incarnation, slots=slots,
-                samples=self.samples, version=version,
+                kind=REPLICA, index=self.index, incarnation=self.incarnation, slots=self.plan.slots,
+                samples=self.plan.samples, version=0,
             )
         )  # fmt: skip
         if isinstance(self.generator, Fallible):
-            self._tasks.spawn(self._listen(self.generator))
+            self.spawn(self._listen(self.generator))
 
-    def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
-        """Start a command and return at once. `prompt` is required for commands that start or resume a group.
-
-        Repeats and commands for another incarnation of the replica change nothing.
-        """
-        if not self._closed and getattr(command, "incarnation", None) == self.incarnation:
-            self._carry[type(command)](command, prompt)
-
-    async def close(self) -> None:
-        """Cancel everything, without reports, and close the generator."""
-        self._closed = True
+    async def _close(self) -> None:
         for attempt in self._running.values():
             attempt.unwanted = True
-        self._measuring.close()
-        self._calls.close()
-        self._cache.close()
-        await self._tasks.close()
-        try:
-            await awaited(self.generator.close)
-        except Exception:
-            log.exception("closing the generator of replica %d failed", self.replica)
+        if self._opened:
+            self._measuring.close()
+            self._calls.close()
+            self._cache.close()
+        await super()._close()
+        if self.rollout is not None:
+            try:
+                await awaited(self.rollout.generator.close)
+            except Exception:
+                log.exception("closing the generator of replica %d failed", self.index)
 
     @property
     def version(self) -> Version:
@@ -221,14 +194,14 @@ class ReplicaWorker:
 
     # groups
 
-    def _start(self, command: StartGroup | ResumeGroup, prompt: Prompt | None) -> None:
+    def _start(self, command: StartGroup | ResumeGroup, prompt: Prompt | None = None) -> None:
         if command.number <= self._newest_start:
             return
         self._newest_start = command.number
         before = self._running.get(command.group)
         attempt = GroupAttempt(command.group, command.attempt, command.number)
         self._running[command.group] = attempt
-        attempt.task = self._tasks.spawn(self._run(attempt, command, prompt, before))
+        attempt.task = self.spawn(self._run(attempt, command, prompt, before))
         self._cache.begin()
         if before is not None:
             self._stop(before)
@@ -248,7 +221,7 @@ class ReplicaWorker:
         except DataFailure as error:
             event = self._failed(attempt, "data", error)
             if self._keeper is not None and isinstance(error.judged, TrajectoryGroup) and not attempt.unwanted:
-                self._tasks.spawn(self._keeper.keep_failed(error.judged, attempt.number, self.version, str(error)))
+                self.spawn(self._keeper.keep_failed(error.judged, attempt.number, self.version, str(error)))
         except asyncio.CancelledError as error:
             if attempt.unwanted or self._closed:
                 return
@@ -263,7 +236,7 @@ class ReplicaWorker:
             attempt.finished = attempt.reported = 0
             self._unreported.pop(attempt, None)
         if not attempt.unwanted and event is not None:
-            self._emit(event)
+            self.peers.emit(event)
 
     async def _attempt(
         self, attempt: GroupAttempt, command: StartGroup | ResumeGroup, prompt: Prompt | None
@@ -272,7 +245,7 @@ class ReplicaWorker:
         if prompt is None:
             raise EngineError(f"{type(command).__name__} for group {command.group} has no prompt")
         resumes = isinstance(command, ResumeGroup)
-        partial = await self._trajectories.partial(command.group) if resumes or self._prepared else None
+        partial = await self.peers.trajectories.partial(command.group) if resumes or self._prepared else None
         if self._prepared and partial is not None:
             prompt = partial.prompt
         if not resumes:
@@ -282,16 +255,17 @@ class ReplicaWorker:
         if self._is_behind(kept) or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
+        every = self.plan.prefix_every_tokens
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
         work = GroupWork(
             group=command.group,
             attempt=command.attempt,
             prompt=copy_prompt(prompt),
-            samples=self.samples,
+            samples=self.plan.samples,
             partial=partial,
             truncate=truncate,
-            save_every_tokens=self.prefix_every_tokens,
-            save=from_any_thread(functools.partial(self._save, attempt, began)) if self.prefix_every_tokens else None,
+            save_every_tokens=every,
+            save=from_any_thread(functools.partial(self._save, attempt, began)) if every else None,
             progress=functools.partial(self._note_progress, attempt),
             finished=functools.partial(self._check_finished, attempt),
         )
@@ -320,10 +294,10 @@ class ReplicaWorker:
         if generated.aborted:
             event: Event = aborted_event(group, attempt.number, **self._who)
         else:
-            event = generated_event(group, attempt.number, **self._who, described=self._described)
-        await self._trajectories.put(group, attempt.number)
+            event = generated_event(group, attempt.number, **self._who, described=self.plan.described)
+        await self.peers.trajectories.put(group, attempt.number)
         if attempt.unwanted:
-            await self._trajectories.discard([group.group], attempt.number)
+            await self.peers.trajectories.discard([group.group], attempt.number)
         return event
 
     def _save(self, attempt: GroupAttempt, began: Version, group: TrajectoryGroup) -> None:
@@ -333,9 +307,7 @@ class ReplicaWorker:
             return
         attempt.unsaved = group
         if attempt.saving is None or attempt.saving.done():
-            attempt.saving = self._tasks.spawn(
-                self._logged(self._store_prefixes(attempt, work, began), "storing a prefix")
-            )
+            attempt.saving = self.spawn(self._logged(self._store_prefixes(attempt, work, began), "storing a prefix"))
 
     async def _store_prefixes(self, attempt: GroupAttempt, work: GroupWork, began: Version) -> None:
         while attempt.unsaved is not None:
@@ -347,14 +319,14 @@ class ReplicaWorker:
             event = prefix_event(group, attempt.number, **self._who)
             attempt.saved = None  # unknown until this one is stored
             if growth is None:
-                await self._trajectories.put(group, attempt.number)
+                await self.peers.trajectories.put(group, attempt.number)
             else:
-                await self._trajectories.grow(growth, attempt.number)
+                await self.peers.trajectories.grow(growth, attempt.number)
             attempt.saved = group
             if attempt.unwanted:
-                await self._trajectories.discard([attempt.group], attempt.number)
+                await self.peers.trajectories.discard([attempt.group], attempt.number)
                 return
-            self._emit(event)
+            self.peers.emit(event)
 
     def _growth(self, attempt: GroupAttempt, group: TrajectoryGroup) -> Growth | None:
         """The growth of the group since its last prefix; None if the whole group must be stored."""
@@ -367,7 +339,7 @@ class ReplicaWorker:
 
     def _check_finished(self, attempt: GroupAttempt, count: Any) -> None:
         """`GroupWork.finished`, on any thread. Raises: `EngineError` for another argument than a count."""
-        self._note_finished(attempt, checked_count(count, attempt.group, self.samples))
+        self._note_finished(attempt, checked_count(count, attempt.group, self.plan.samples))
 
     def _take_finished(self, attempt: GroupAttempt, count: int) -> None:
         """`count` trajectories of an attempt have ended. Report it once enough have ended to start another group, or
@@ -377,7 +349,7 @@ class ReplicaWorker:
         self._finished += count - attempt.finished
         attempt.finished = count
         self._unreported[attempt] = None
-        if self._finished // self.samples > self._reported // self.samples or count == self.samples:
+        if self._finished // self.plan.samples > self._reported // self.plan.samples or count == self.plan.samples:
             unreported, self._unreported = self._unreported, {}
             for one in unreported:
                 if one.finished > one.reported:
@@ -388,13 +360,13 @@ class ReplicaWorker:
             return
         self._reported += attempt.finished - attempt.reported
         attempt.reported = attempt.finished
-        self._emit(OrderProgressed(order=attempt.order, finished=attempt.finished))
+        self.peers.emit(OrderProgressed(order=attempt.order, finished=attempt.finished))
 
     def _runs(self, attempt: GroupAttempt) -> bool:
         return self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed
 
     def _failed(self, attempt: GroupAttempt, cause: str, error: BaseException) -> Event:
-        which = (attempt.group, self.replica, attempt.number, cause)
+        which = (attempt.group, self.index, attempt.number, cause)
         log.warning("group %d failed on replica %d, attempt %d (%s)", *which, exc_info=error)
         return GroupFailed(
             group=attempt.group, attempt=attempt.number, cause=cause, reason=reason_of(error), **self._who
@@ -404,28 +376,28 @@ class ReplicaWorker:
         attempt = self._running.get(command.group)
         if attempt is None:
             # The attempt ended before the order arrived: delete what it stored.
-            self._tasks.spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
+            self.spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
         elif attempt.number <= command.attempt:
             attempt.unwanted = True
-            self._tasks.spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
+            self.spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
         else:
             self._done.add(command.number)
 
     async def _forget(self, command: AbortGroup) -> None:
-        await self._logged(self._trajectories.discard([command.group], command.attempt), "discarding")
+        await self._logged(self.peers.trajectories.discard([command.group], command.attempt), "discarding")
 
     def _stop(self, attempt: GroupAttempt) -> None:
         """End an attempt without a report."""
         attempt.unwanted = True
-        self._tasks.spawn(self._end(attempt))
+        self.spawn(self._end(attempt))
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         self._measuring.stop(command)
-        self._tasks.spawn(self._done.add_after(self._measuring.wait_for_stopped, [command.number]))
+        self.spawn(self._done.add_after(self._measuring.wait_for_stopped, [command.number]))
 
     def _report_done(self, event: OrderDone) -> None:
         if not self._closed:
-            self._emit(event)
+            self.peers.emit(event)
 
     async def _end(self, attempt: GroupAttempt) -> None:
         if attempt.begun:
@@ -436,7 +408,7 @@ class ReplicaWorker:
         attempt = self._running.get(command.group)
         if attempt is not None and attempt.number == command.attempt and not attempt.park:
             attempt.park = True
-            self._tasks.spawn(self._give_up(attempt))
+            self.spawn(self._give_up(attempt))
 
     async def _give_up(self, attempt: GroupAttempt) -> None:
         """End an attempt with the tokens it has. If it does not end within `PARK_S`, it is canceled and fails."""
@@ -451,16 +423,16 @@ class ReplicaWorker:
             return
         attempt.truncate = True
         if attempt.begun:
-            self._tasks.spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
+            self.spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
 
     # tasks
 
     async def _listen(self, generator: Fallible) -> None:
-        self._broken(clean(str(await awaited(generator.failed))))
+        self.break_down(clean(str(await awaited(generator.failed))))
 
     async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
         """Run a call that no event answers; log a failure."""
         try:
             await work
         except Exception:
-            log.exception("%s failed on replica %d", doing, self.replica)
+            log.exception("%s failed on replica %d", doing, self.index)

@@ -11,13 +11,13 @@ from typing import Any
 
 from engine.commands import Command, InstallWeights, PauseReplica, ResumeReplica, StageWeights
 from engine.errors import EngineError, reason_of
-from engine.events import Event, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
+from engine.events import ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import Version
 from engine.protocols import Generator, Sleeper
 from engine.protocols.user_code import awaited
-from engine.storage.weights import Weights
 from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import Measurements
+from engine.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -25,24 +25,15 @@ SyncCommand = StageWeights | PauseReplica | InstallWeights | ResumeReplica
 
 
 class ReplicaWeights:
-    """Executes the sync orders of one replica.
-
-    `who`: the replica and its incarnation, as events name them. `running()`: tasks of the groups being generated.
-    `broken(reason)`: called if the generator cannot be resumed.
-    """
+    """Executes the sync orders of one replica. `running()`: tasks of the groups being generated."""
 
     def __init__(
         self,
-        *,
-        who: dict[str, int],
+        worker: Worker,
         generator: Generator,
-        weights: Weights,
         measuring: Measurements,
-        running: Callable[[], "list[asyncio.Task[None]]"],
-        emit: Callable[[Event], None],
         done: DoneOrders,
-        broken: Callable[[str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
+        running: Callable[[], "list[asyncio.Task[None]]"],
     ) -> None:
         self.version: Version = 0
         """The version that the generator samples from."""
@@ -50,15 +41,12 @@ class ReplicaWeights:
         """How the generator is paused; None if it is not."""
         self.last: asyncio.Task[None] | None = None
         """The task of the newest order."""
-        self._who = who
+        self._worker = worker
+        self._who = {"replica": worker.index, "incarnation": worker.incarnation}
         self._generator = generator
-        self._weights = weights
         self._measuring = measuring
         self._running = running
-        self._emit = emit
         self._done = done
-        self._broken = broken
-        self._spawn = spawn
         self._asleep = False
         self._attempts: dict[type[Command], int] = {}
         """The newest attempt of each kind of order."""
@@ -76,9 +64,9 @@ class ReplicaWeights:
         """Execute an order after all earlier ones have ended. A repeat resumes nothing, but is answered."""
         if self._attempts.get(type(command), 0) < command.attempt:
             self._attempts[type(command)] = command.attempt
-            self.last = self._spawn(self._after(self.last, self._handlers[type(command)], command))
+            self.last = self._worker.spawn(self._after(self.last, self._handlers[type(command)], command))
         elif isinstance(command, ResumeReplica):
-            self._spawn(self._after(self.last, self._repeat, command))
+            self._worker.spawn(self._after(self.last, self._repeat, command))
 
     async def _after(
         self,
@@ -92,11 +80,11 @@ class ReplicaWeights:
 
     async def _stage(self, command: StageWeights) -> None:
         try:
-            await awaited(self._generator.stage, command.version, await self._weights.get(command.version))
+            await awaited(self._generator.stage, command.version, await self._worker.peers.weights.get(command.version))
         except Exception as error:
             self._failed(command, "staging", error)
         else:
-            self._emit(WeightsStaged(attempt=command.attempt, version=command.version, **self._who))
+            self._worker.peers.emit(WeightsStaged(attempt=command.attempt, version=command.version, **self._who))
 
     async def _pause(self, command: PauseReplica) -> None:
         self.pause_mode = command.mode
@@ -117,7 +105,7 @@ class ReplicaWeights:
             except Exception as error:
                 self._failed(command, "falling asleep", error)
                 return
-        self._emit(ReplicaPaused(attempt=command.attempt, **self._who))
+        self._worker.peers.emit(ReplicaPaused(attempt=command.attempt, **self._who))
 
     async def _install(self, command: InstallWeights) -> None:
         try:
@@ -130,7 +118,7 @@ class ReplicaWeights:
             self._failed(command, "installing", error)
         else:
             self.version = command.version
-            self._emit(WeightsInstalled(attempt=command.attempt, version=command.version, **self._who))
+            self._worker.peers.emit(WeightsInstalled(attempt=command.attempt, version=command.version, **self._who))
 
     async def _resume(self, command: ResumeReplica) -> None:
         self.pause_mode = None
@@ -139,7 +127,7 @@ class ReplicaWeights:
             await awaited(self._generator.resume)
         except Exception as error:
             log.exception("replica %d cannot be resumed", self._who["replica"])
-            self._broken(f"resuming failed: {reason_of(error)}")
+            self._worker.break_down(f"resuming failed: {reason_of(error)}")
         else:
             self._resumed = command.attempt
             self._done.add(command.number)
@@ -164,4 +152,6 @@ class ReplicaWeights:
     def _failed(self, command: StageWeights | PauseReplica | InstallWeights, doing: str, error: Exception) -> None:
         log.warning("%s version %d on replica %d failed", doing, command.version, self._who["replica"], exc_info=error)
         reason = f"{doing} failed: {reason_of(error)}"
-        self._emit(SyncFailed(attempt=command.attempt, version=command.version, reason=reason, **self._who))
+        self._worker.peers.emit(
+            SyncFailed(attempt=command.attempt, version=command.version, reason=reason, **self._who)
+        )

@@ -1,23 +1,26 @@
 """The worker of a `Scorer`: scores batches in the order of arrival, on hardware separate from the trainer's.
 
-Called by `runtime.worker`. Must never score old log-probs with other weights than those that the step starts from,
+Must never score old log-probs with other weights than those that the step starts from,
 nor report a batch before its scores are in the trajectory store.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 from engine.commands import ScoreBatch
 from engine.errors import EngineError, reason_of
 from engine.events import BatchScored, Event, StepFailed
-from engine.ids import StepId
-from engine.protocols import Batch, Scorer
-from engine.storage.trajectories import Trajectories, checked_scores
-from engine.storage.weights import Trained, Weights
+from engine.ids import Incarnation, StepId
+from engine.protocols import Batch, ReportsProgress
+from engine.states.process import SCORER
+from engine.storage.trajectories import checked_scores
+from engine.storage.weights import Trained
 from engine.workers.order_queue import OrderQueue
-from engine.workers.plan import OF_TRAINED_WEIGHTS
+from engine.workers.plan import OF_TRAINED_WEIGHTS, Plan, Restore
 from engine.workers.progress_reports import SerialProgress
+from engine.workers.threads import on_a_thread
+from engine.workers.worker import Peers
 
 log = logging.getLogger(__name__)
 
@@ -33,31 +36,29 @@ async def end_of_scoring(command: ScoreBatch, score: Awaitable[None]) -> Event:
     return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
 
 
-class ScorerWorker(OrderQueue[ScoreBatch]):
-    """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
+class ScorerWorker(OrderQueue):
+    """The worker of the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
 
-    `broken(reason)` is called if an order cannot be answered. `ask(steps)` makes the trainer hand over the weights
-    after `steps` train steps, if it still owes them; it raises if the trainer cannot.
-    """
+    kind = SCORER
+    _loaded: StepId = 0
 
-    def __init__(
-        self,
-        *,
-        scorer: Scorer,
-        trajectories: Trajectories,
-        weights: Weights,
-        emit: Callable[[Event], None],
-        broken: Callable[[str], None],
-        ask: Callable[[StepId], Awaitable[None]],
-        progress: SerialProgress,
-    ) -> None:
-        super().__init__("scorer", emit, broken, progress)
-        self._scorer = scorer
-        self._trajectories = trajectories
-        self._weights = weights
-        self._ask = ask
-        self._loaded: StepId = 0
+    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
+        super().__init__(plan, index, incarnation, peers)
         self._handlers = {ScoreBatch: self._score_batch}
+        self._starts = dict.fromkeys(self._handlers, self._queue)
+
+    @property
+    def threads(self) -> int:
+        given = self.plan.scorer_threads
+        return given[self.index] if self.index < len(given) else self.plan.trainer_threads
+
+    async def _open(self, restore: Restore | None) -> None:
+        make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
+        assert make is not None  # `Plan.require_scorers` has checked it
+        self._progress = SerialProgress(self.progress_every_s, self.peers.emit)
+        self._scorer = scorer = await on_a_thread(make, tasks)
+        if isinstance(scorer, ReportsProgress):
+            scorer.watch_progress(self._progress.note)
 
     async def _score_batch(self, command: ScoreBatch) -> Event:
         return await end_of_scoring(command, self._score(command))
@@ -69,16 +70,16 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
             await self._call(self._scorer.load, weights)
             self._loaded = command.step
             self._progress.note()
-        groups = await self._trajectories.get(command.groups)
+        groups = await self.peers.trajectories.get(command.groups)
         batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
         scores = checked_scores(groups, await self._call(self._scorer.score, batch, command.task))
-        await self._trajectories.put_scores(command.step, command.task, command.groups, scores)
+        await self.peers.trajectories.put_scores(command.step, command.task, command.groups, scores)
 
     async def _trained(self, steps: StepId) -> Any:
         """The weights after `steps` train steps. If they are missing, it asks the trainer for them, so that a retry of
         the step does not fail for the same reason."""
         try:
-            return await self._weights.get(Trained(steps))
+            return await self.peers.weights.get(Trained(steps))
         except EngineError:
-            await self._ask(steps)
-        return await self._weights.get(Trained(steps))
+            await self.peers.ask_trainer(steps)
+        return await self.peers.weights.get(Trained(steps))

@@ -2,7 +2,7 @@
 
 Checks, stores and reports what becomes of a group, and reports whether a batch or weights pass.
 
-Called by `runtime.worker`. The scheduler decides how many groups run at once. Must never let work change a token,
+The scheduler decides how many groups run at once. Must never let work change a token,
 nor store a group again that was discarded meanwhile.
 """
 
@@ -10,17 +10,19 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from engine.commands import EnterState, InspectStep
+from engine.commands import DiscardGroups, EnterState, InspectStep
 from engine.errors import DataFailure, EngineError, clean, place_of, reason_of
 from engine.events import Event, InspectionFailed, StateFailed, StateLeft, StepInspected
 from engine.ids import NO_VERSION, GroupId, Incarnation
+from engine.policies.state_registry import work_of
 from engine.protocols import Batch, Closable, Fallible, PublishedWeights
 from engine.protocols.user_code import awaited
-from engine.storage.trajectories import Trajectories, copy_group, copy_prompt
-from engine.storage.weights import Weights
+from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING
+from engine.states.process import ADDED_STATES
+from engine.storage.trajectories import copy_group, copy_prompt
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
@@ -30,9 +32,9 @@ from engine.workers.group_reports import (
     reward_figures,
     segment_problem,
 )
-from engine.workers.plan import Inspection, Work
+from engine.workers.plan import Inspection, Plan, Restore, Work
 from engine.workers.threads import contained, on_a_thread
-from engine.workers.worker_tasks import WorkerTasks
+from engine.workers.worker import Peers, Worker
 
 log = logging.getLogger(__name__)
 
@@ -67,82 +69,82 @@ async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
     return group
 
 
-class StageWorker:
-    """Executes `EnterState` orders with the state's entry in `works`, and `InspectStep` orders with that in
-    `inspections`.
+class StageWorker(Worker):
+    """The worker of added states, user coroutines that run concurrently. Its orders are `EnterState`, `InspectStep` and
+    `DiscardGroups`."""
 
-    `timeout_s` limits each execution, except in `untimed` states, whose work limits its own calls. `emit` receives
-    events. `described`: the columns that policies see; None: they see only figures. `broken(reason)` is called when
-    `Fallible` work has failed for good, or an order cannot be answered.
-    """
+    kind = ADDED_STATES
 
-    def __init__(
-        self,
-        *,
-        works: Mapping[str, Work],
-        inspections: Mapping[str, Inspection] | None = None,
-        trajectories: Trajectories,
-        weights: Weights,
-        emit: Callable[[Event], None],
-        broken: Callable[[str], None],
-        timeout_s: float | None = None,
-        untimed: Collection[str] = (),
-        incarnation: Incarnation = 0,
-        described: Sequence[str] | None = None,
-    ) -> None:
-        self._works = works
-        self._inspections = inspections or {}
-        self._trajectories = trajectories
-        self._weights = weights
-        self._emit = emit
-        self._timeout_s = timeout_s
-        self._untimed = untimed
-        self._described = described
+    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
+        super().__init__(plan, index, incarnation, peers)
+        self._works: Mapping[str, Work] = {}
+        """The work of each state on groups."""
+        self._inspections: Mapping[str, Inspection] = {}
+        """The work of each state of train steps."""
         self._running: dict[Subject, tuple[int, asyncio.Task[None]]] = {}
         self._reported: OrderedDict[Subject, int] = OrderedDict()
         """The last reported attempt of each subject, to detect repeated orders."""
-        self._tasks = WorkerTasks("the added states", broken)
-        own: list[object] = [*works.values(), *self._inspections.values()]
-        self._calls = CallReports("added states", 0, incarnation, own, emit)
-        for work in own:
-            if isinstance(work, Fallible):
-                self._tasks.spawn(self._listen(work, broken))
+        self._starts = {EnterState: self._begin, InspectStep: self._begin, DiscardGroups: self._discard}
 
-    def carry_out(self, command: EnterState | InspectStep, prompt: Prompt | None = None) -> None:
-        """Start an order and return at once. A repeat changes nothing; a newer attempt cancels an older one. `prompt`:
-        of a group that is not generated yet."""
+    async def _open(self, restore: Restore | None) -> None:
+        self._works = await on_a_thread(self._make_works)
+        self._inspections = await on_a_thread(self._make_inspections)
+        self._calls = CallReports(self.kind, self.index, self.incarnation, self._user_code, self.peers.emit)
+        for work in self._user_code:
+            if isinstance(work, Fallible):
+                self.spawn(self._listen(work))
+
+    def _make_works(self) -> dict[str, Work]:
+        """Import and make the work of each state. Raises what the user's code raises."""
+        plan = self.plan
+        names = [*plan.limits.states_at(QUEUED), *plan.limits.states_at(GENERATED)]
+        made = {name: plan.make_work(name) for name in names} if plan.make_work is not None else {}
+        return {name: made.get(name) or work_of(name) or unchanged for name in names}
+
+    def _make_inspections(self) -> dict[str, Inspection]:
+        """The same for the states of train steps."""
+        plan = self.plan
+        names = [*plan.limits.states_at(SCORING), *plan.limits.states_at(PUBLISHING)]
+        return {name: (plan.make_inspection or work_of)(name) for name in names}
+
+    @property
+    def _user_code(self) -> list[object]:
+        return [*self._works.values(), *self._inspections.values()]
+
+    def _begin(self, command: EnterState | InspectStep, prompt: Prompt | None = None) -> None:
+        """A repeat changes nothing; a newer attempt cancels an older one. `prompt`: of a group that is not generated
+        yet."""
         subject = _subject(command)
         number, task = self._running.get(subject, (0, None))
         if max(number, self._reported.get(subject, 0)) >= command.attempt:
             return
         if task is not None:
-            self._tasks.cancel(task)
-        self._running[subject] = (command.attempt, self._tasks.spawn(self._carry_out(command, prompt)))
+            self.cancel(task)
+        self._running[subject] = (command.attempt, self.spawn(self._run(command, prompt)))
 
-    def discard(self, groups: Sequence[GroupId]) -> None:
+    def _discard(self, command: DiscardGroups) -> None:
         """Cancel the work on dropped groups, without a report."""
-        for group in groups:
+        for group in command.groups:
             _, task = self._running.pop(group, (0, None))
             if task is not None:
-                self._tasks.cancel(task)
+                self.cancel(task)
 
-    async def close(self) -> None:
-        """Cancel all work without a report, and close what can be closed."""
+    async def _close(self) -> None:
         self._running.clear()
-        self._calls.close()
-        await self._tasks.close()
-        works: list[object] = [*self._works.values(), *self._inspections.values()]
-        for work in works:
+        if self._opened:
+            self._calls.close()
+        await super()._close()
+        for work in self._user_code:
             if isinstance(work, Closable):
                 try:
                     await on_a_thread(work.close)
                 except Exception:
                     log.warning("%s cannot be closed", type(work).__name__, exc_info=True)
 
-    async def _listen(self, work: Fallible, broken: Callable[[str], None]) -> None:
-        broken(clean(str(await awaited(work.failed))))
+    async def _listen(self, work: Fallible) -> None:
+        self.break_down(clean(str(await awaited(work.failed))))
 
-    async def _carry_out(self, command: EnterState | InspectStep, prompt: Prompt | None) -> None:
+    async def _run(self, command: EnterState | InspectStep, prompt: Prompt | None) -> None:
         try:
             event: Event
             if isinstance(command, InspectStep):
@@ -164,7 +166,7 @@ class StageWorker:
             self._reported.move_to_end(subject)
             if len(self._reported) > REMEMBERED_ATTEMPTS:
                 self._reported.popitem(last=False)
-            self._emit(event)
+            self.peers.emit(event)
 
     def _wanted(self, command: EnterState | InspectStep) -> bool:
         """Whether this is the newest order for its subject, which was not dropped, and the worker is not closed."""
@@ -172,18 +174,19 @@ class StageWorker:
 
     async def _prepared(self, command: EnterState, prompt: Prompt) -> StateLeft:
         """Store a group without trajectories: what a replica needs of it is its prompt."""
-        kept = await self._trajectories.partial(command.group)
+        kept = await self.peers.trajectories.partial(command.group)
         if kept is None or kept.trajectories:
             kept = TrajectoryGroup(group=command.group, prompt=copy_prompt(prompt), trajectories=[])
         group = await self._worked(command, kept)
         contained(check_prepared, command.state, kept, group)
-        await self._trajectories.put(group, command.attempt)
+        await self.peers.trajectories.put(group, command.attempt)
         if not self._wanted(command):
-            await self._trajectories.discard([command.group], command.attempt)
+            await self.peers.trajectories.discard([command.group], command.attempt)
+        columns = self.plan.described
         return StateLeft(
             group=command.group, attempt=command.attempt, state=command.state, trainable=0, reward_mean=0.0,
             reward_spread=0.0,
-            described="" if self._described is None else json.dumps(describe_prompt(group.prompt, self._described)),
+            described="" if columns is None else json.dumps(describe_prompt(group.prompt, columns)),
         )  # fmt: skip
 
     async def _worked(self, command: EnterState, kept: TrajectoryGroup) -> Any:
@@ -195,7 +198,7 @@ class StageWorker:
 
     async def _called(self, command: EnterState | InspectStep, work: Any, given: Any, what: str) -> Any:
         """The result of the user's work on `given`, within the time limit."""
-        timeout_s = None if command.state in self._untimed else self._timeout_s
+        timeout_s = None if command.state == REWARDING else self.plan.state_timeout_s  # a reward limits its own calls
         try:
             async with asyncio.timeout(timeout_s):
                 return await awaited(work, given)
@@ -211,10 +214,10 @@ class StageWorker:
         given: Batch | PublishedWeights
         if command.version == NO_VERSION:
             what = f"the batch of step {command.step}"
-            groups = [copy_group(group) for group in await self._trajectories.get(command.groups)]
+            groups = [copy_group(group) for group in await self.peers.trajectories.get(command.groups)]
             given = Batch(step=command.step, groups=groups, staleness=list(command.staleness))
         else:
-            what, weights = f"version {command.version}", await self._weights.get(command.version)
+            what, weights = f"version {command.version}", await self.peers.weights.get(command.version)
             given = PublishedWeights(version=command.version, steps=command.step + 1, weights=weights)
         refused = await self._called(command, work, given, what)
         check_inspected(command.state, refused)
@@ -224,14 +227,14 @@ class StageWorker:
         )  # fmt: skip
 
     async def _left(self, command: EnterState) -> StateLeft:
-        (kept,) = await self._trajectories.get([command.group])
+        (kept,) = await self.peers.trajectories.get([command.group])
         group = await self._worked(command, kept)
         contained(check_worked, command.state, kept, group)
-        await self._trajectories.replace(group, command.attempt)
+        await self.peers.trajectories.replace(group, command.attempt)
         trainable, mean, spread = reward_figures(group)
         return StateLeft(
             group=command.group, attempt=command.attempt, state=command.state, trainable=trainable, reward_mean=mean,
-            reward_spread=spread, described="" if self._described is None else describe(group, self._described),
+            reward_spread=spread, described="" if self.plan.described is None else describe(group, self.plan.described),
         )  # fmt: skip
 
     def _failed(self, command: EnterState | InspectStep, cause: str, error: BaseException) -> Event:

@@ -1,17 +1,17 @@
 """The worker of the `Trainer`: scores, trains, publishes and saves checkpoints, one order after another.
 
-Called by `runtime.worker`. The trainer's blocking calls run on a separate thread, so that the event loop stays free.
+The trainer's blocking calls run on a separate thread, so that the event loop stays free.
 Must never run two calls at once, or report an incomplete checkpoint.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
-from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, StartProcess, TrainStep
 from engine.errors import EngineError, TrainerSpoiled, clean, describe_error, reason_of
 from engine.events import (
     CheckpointFailed,
@@ -23,19 +23,22 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
-from engine.ids import GroupId, StepId
-from engine.protocols import Batch, Explainable, Offloadable, RolloutFigures, Trainer
+from engine.ids import NO_VERSION, GroupId, Incarnation, StepId
+from engine.protocols import Batch, Closable, Explainable, Offloadable, ReportsProgress, RolloutFigures
 from engine.protocols.user_values import MOST_OF_ALL, name_problem, shown_name
 from engine.reward_histogram import HISTOGRAMS
+from engine.states.process import TRAINER
 from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
-from engine.storage.trajectories import Trajectories
-from engine.storage.weights import Trained, Weights
+from engine.storage.weights import Trained
 from engine.trajectory import SOURCES, TrajectoryGroup
 from engine.workers.order_queue import OrderQueue, QueuedOrder
+from engine.workers.plan import Plan, Redo, Restore
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import response_figures, reward_histograms, source_figures
-from engine.workers.sample_keeper import SampleKeeper
+from engine.workers.sample_keeper import keeper_of
 from engine.workers.scorer import end_of_scoring
+from engine.workers.threads import on_a_thread
+from engine.workers.worker import Peers
 
 # -- metrics of a user's trainer ---------------------------------------------------------------------------------------
 
@@ -123,57 +126,29 @@ def _figures_of(groups: Sequence[TrajectoryGroup], correct: Sequence[str]) -> tu
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 
-Report = Callable[[StepId, Mapping[str, Any]], None]
+class TrainerWorker(OrderQueue):
+    """The worker of the trainer, which does the scoring tasks that no separate scorer does.
 
-
-class TrainerWorker(OrderQueue[QueuedOrder]):
-    """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step;
-    `broken(reason)` is called when its weights are spoiled.
-
-    `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
-    tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
-    every train step. `samples` keeps samples of each step. `check_weights`: see `Plan`. One that `takes_turns` with
-    replicas is on the accelerator from the first score or training of a step until the step is trained, if it can leave
-    it. A failed step leaves the accelerator; its retry returns to it.
+    One that takes turns with replicas is on the accelerator from the first score or training of a step until the step
+    is trained, if it can leave it. A failed step leaves the accelerator; its retry returns to it.
     """
 
-    def __init__(
-        self,
-        *,
-        trainer: Trainer,
-        trajectories: Trajectories,
-        weights: Weights,
-        emit: Callable[[Event], None],
-        report: Report,
-        broken: Callable[[str], None],
-        checkpoints: Path | None = None,
-        own_tasks: Sequence[str] = (),
-        scored_apart: Sequence[str] = (),
-        hands_over: bool = False,
-        samples: SampleKeeper | None = None,
-        correct: Sequence[str] = (),
-        progress: SerialProgress,
-        check_weights: Callable[[Any], None] | None = None,
-        takes_turns: bool = False,
-    ) -> None:
-        super().__init__("trainer", emit, broken, progress)
-        self._check_weights = check_weights
-        self.trainer = trainer
-        self._trajectories = trajectories
-        self._weights = weights
-        self._report = report
-        self._broken = broken
-        self._checkpoints = checkpoints
-        self._own_tasks = own_tasks
-        self._scored_apart = scored_apart
-        self._hands_over = hands_over
-        self._samples = samples
-        self._correct = correct
-        self._offloadable = trainer if takes_turns and isinstance(trainer, Offloadable) else None
-        self._is_away = False
-        """Whether it has left the accelerator."""
-        self._spoiled = False
-        self._owed: StepId | None = None
+    kind = TRAINER
+    trainer: Any = None
+    """The user's trainer, which is closed even if it could not be loaded."""
+    _offloadable: Offloadable | None = None
+    _is_away = False
+    """Whether it has left the accelerator."""
+    _spoiled = False
+    _owed: StepId | None = None
+    """Train steps in the weights that scorers still wait for."""
+
+    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
+        super().__init__(plan, index, incarnation, peers)
+        self._checkpoints = None if plan.run_dir is None else plan.run_dir / "checkpoints"
+        apart = plan.limits.scored_apart
+        self._own_tasks = [task for task in plan.limits.scoring_tasks if task not in apart]
+        self._samples = keeper_of(plan.run_dir, plan.sample_policy)
         self._handing_over = asyncio.Lock()
         self._figures = Figures()
         self._handlers = {
@@ -183,44 +158,94 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
             SaveCheckpoint: self._save,
             DeleteCheckpoint: self._delete,
         }
+        self._starts = dict.fromkeys(self._handlers, self._queue)
 
-    async def leave(self) -> None:
+    @property
+    def threads(self) -> int:
+        return self.plan.trainer_threads
+
+    async def _open(self, restore: Restore | None) -> None:
+        self._progress = SerialProgress(self.progress_every_s, self.peers.emit)
+        self._progress.begin(StartProcess, -1 if restore is None else restore.order)
+        try:
+            await self._begin(restore)
+        finally:
+            self._progress.end()  # also of a start that fails or is given up
+
+    async def _begin(self, restore: Restore | None) -> None:
+        """Make the trainer, and bring it to where it begins."""
+        if restore is not None and restore.version != NO_VERSION:
+            restore = replace(restore, weights=await self.peers.weights.get(restore.version))
+            self._progress.note()
+        await on_a_thread(self._make, restore)
+        if self.plan.limits.trains_in_turns and isinstance(self.trainer, Offloadable):
+            self._offloadable = self.trainer
+        await self._leave()
+        self._progress.note()
+        for redo in () if restore is None else restore.redo:
+            await self._redo(redo)
+            self._progress.note()
+        if restore is not None and restore.reaches:
+            await self._owe(restore.reaches)
+
+    def _make(self, restore: Restore | None) -> None:
+        self.trainer = trainer = self.plan.make_trainer()
+        if isinstance(trainer, ReportsProgress):
+            trainer.watch_progress(self._progress.note)
+        if restore is not None and restore.steps:
+            if self.plan.restore_trainer is None:
+                raise EngineError("the trainer cannot be restored from a checkpoint: Plan.restore_trainer is not set")
+            self.plan.restore_trainer(trainer, restore)
+
+    async def _close(self) -> None:
+        await super()._close()
+        if isinstance(self.trainer, Closable):
+            await on_a_thread(self.trainer.close)
+
+    async def _leave(self) -> None:
         """Leave the accelerator to replicas, if the trainer takes turns with them."""
         if self._offloadable is not None and not self._is_away and not self._spoiled:
             await self._call(self._offloadable.offload)
             self._is_away = True
 
-    async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
-        """Train a step again with its batch and scores, before any order. `reports`: report its metrics, because they
-        were lost. Returns the number of optimizer updates in its metrics. Raises: `EngineError`."""
+    async def _redo(self, redo: Redo) -> None:
+        """Train a step again with its batch and scores, before any order. Raises: `EngineError`."""
         try:
             for task in self._own_tasks:
-                await self._score(step, groups, task)
-            metrics = await self._train_batch(step, groups, staleness)
+                await self._score(redo.step, redo.groups, task)
+            metrics = await self._train_batch(redo.step, redo.groups, redo.staleness)
         except Exception as error:
-            raise EngineError(f"train step {step} cannot be trained again: {reason_of(error)}") from error
-        if reports:
-            self._report(step, metrics)
-        return int(metrics.get(UPDATES, 0))
+            raise EngineError(f"train step {redo.step} cannot be trained again: {reason_of(error)}") from error
+        if redo.reports:
+            self.peers.report(redo.step, metrics)
 
-    async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the current weights, those after `steps` train steps. Never raises. If it fails, a scorer that
-        needs the weights requests them again; if that fails too, its attempt fails."""
-        if not self._hands_over:
+    async def _owe(self, steps: StepId) -> None:
+        """Give scorers that need them the current weights, those after `steps` train steps. Never raises. If it fails,
+        a scorer that needs the weights requests them again; if that fails too, its attempt fails."""
+        if not self.plan.hands_over:
             return
         self._owed = steps
         try:
-            await self.hand_over_again(steps)
+            await self._hand_over_owed(steps)
         except EngineError as error:
             log.warning("%s. Scorers that need them will request them again.", error, exc_info=error)
 
-    async def hand_over_again(self, steps: StepId) -> None:
-        """Hand over the weights after `steps` train steps, if they are still owed. Raises: `EngineError`."""
+    async def hand_over(self, steps: StepId) -> None:
+        """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
+        cannot."""
+        await self._settled.wait()
+        if not self._opened:
+            raise EngineError(
+                f"the weights after {steps} train steps are lost: the trainer ended before it had started"
+            )
+        await self._hand_over_owed(steps)
+
+    async def _hand_over_owed(self, steps: StepId) -> None:
         async with self._handing_over:
             if self._owed != steps:
                 return
             try:
-                await self._weights.put(Trained(steps), await self._call(self.trainer.weights))
+                await self.peers.weights.put(Trained(steps), await self._call(self.trainer.weights))
             except Exception as error:
                 law = f"the weights after {steps} train steps cannot be handed over: {reason_of(error)}"
                 raise EngineError(law) from error
@@ -246,28 +271,28 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
         try:
             return await self._call(function, *arguments)
         except Exception:
-            await self.leave()
+            await self._leave()
             raise
 
     def _spoil(self, reason: str) -> None:
         """Have this process replaced, instead of answering another order."""
         self._spoiled = True
-        self._broken(clean(reason))
+        self.break_down(clean(reason))
 
     async def _score_batch(self, command: ScoreBatch) -> Event:
         return await end_of_scoring(command, self._score(command.step, command.groups, command.task))
 
     async def _score(self, step: StepId, ids: Sequence[GroupId], task: str) -> None:
-        batch = Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
+        batch = Batch(step=step, groups=await self.peers.trajectories.get(ids), staleness=[0] * len(ids))
         await self._call_on_accelerator(self.trainer.score, batch, task)
 
     async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Any]:
-        groups = await self._trajectories.get(ids)
-        scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
+        groups = await self.peers.trajectories.get(ids)
+        scores = {task: await self.peers.trajectories.scores(step, task, ids) for task in self.plan.limits.scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
-        responses, tables = await self._call(_figures_of, groups, self._correct)
+        responses, tables = await self._call(_figures_of, groups, self.plan.correct)
         metrics: object = await self._call_on_accelerator(self.trainer.train, batch)
-        await self.leave()
+        await self._leave()
         law = await self._call(metrics_problem, metrics)
         if law:
             self._spoil(f"{law}; its weights may already contain train step {step}")
@@ -296,17 +321,17 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
         except Exception as error:
             log.warning("train step %d failed", command.step, exc_info=error)
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
-        self._report(command.step, metrics)
-        await self.hand_over(command.step + 1)
+        self.peers.report(command.step, metrics)
+        await self._owe(command.step + 1)
         return StepTrained(step=command.step, attempt=command.attempt, updates=int(metrics.get(UPDATES, 0)))
 
     async def _publish(self, command: PublishWeights) -> Event:
         try:
             weights = await self._call(self.trainer.weights)
-            if self._check_weights is not None:
-                self._check_weights(weights)
+            if self.plan.check_weights is not None:
+                self.plan.check_weights(weights)
             self._progress.note()
-            await self._weights.put(command.version, weights)
+            await self.peers.weights.put(command.version, weights)
         except Exception as error:
             log.warning("publishing version %d failed", command.version, exc_info=error)
             return PublishFailed(version=command.version, attempt=command.attempt, reason=reason_of(error))

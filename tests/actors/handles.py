@@ -25,7 +25,7 @@ from engine.actors.detached_actors import PackedPlan, RunningActors
 from engine.actors.ray_processes import RayProcesses
 from engine.commands import Command, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
-from engine.runtime.process_port import Sign, source_of
+from engine.runtime.process_port import SentOrder, Sign, source_of
 from engine.runtime.supervisor import Supervisor
 from engine.runtime.wire import unpack_orders
 from engine.scheduling.scheduler import Scheduler
@@ -209,6 +209,10 @@ class Scene:
 
     def stop(self, kind: str, index: int, incarnation: int) -> None:
         self.supervisor.stop(StopProcess(kind=kind, index=index, incarnation=incarnation, reason="enough", cause=0))
+
+    def send(self, kind: str, index: int, command: Command) -> None:
+        """Send an order to the current life of a process."""
+        self.supervisor.lives[kind, index].send([SentOrder(command)])
 
     def take_over(self) -> None:
         """As the scheduler actor does it."""

@@ -86,7 +86,8 @@ def test_a_process_that_a_reward_ended_is_lost_with_the_name_of_the_reward(tmp_p
     async def story() -> ProcessEnd:
         run = replace(plan(tmp_path), run_dir=tmp_path)
         actor = Patient(1, RayError("gone"))
-        return await RayProcess(REPLICA, 0, actor, Pulse(every_s=0.01, missed=10**4), run, 0, ActorPlacement({})).lost()
+        pulse = Pulse(every_s=0.01, missed=10**4)
+        return await RayProcess((REPLICA, 0), 1, actor, pulse, run, 0, ActorPlacement({})).lost()
 
     reason = without_place(asyncio.run(story()).reason)
     assert reason.startswith("RayError: gone; it was calling reward my_rewards.score; ") and "processes: 1" in reason

@@ -28,7 +28,6 @@ from engine.events import (
     ReplicasWanted,
     RunStarted,
 )
-from engine.runtime.process_port import SentOrder
 from engine.runtime.stacks import register_stacks, stacks_file
 from engine.runtime.wire import unpack_orders
 from engine.states.limits import Pool
@@ -99,8 +98,7 @@ async def test_an_actor_that_ray_placed_on_a_dead_node_is_placed_again(
     cluster.up_at_once = False
     refused = await scene.begin(kind, 0, 1)
     order = StartGroup(group=1, attempt=1, replica=0, incarnation=1, admitted_version=0, cause=0)
-    scene.supervisor.order(kind, 0, SentOrder(order, None))
-    scene.supervisor.flush()
+    scene.send(kind, 0, order)
     refused.failure = on_a_dead_node()
     refused.opens.set()
     await settled()
@@ -232,8 +230,7 @@ async def test_orders_that_follow_from_a_report_are_its_answer(tmp_path: Path, c
 
     def order(group: int) -> Command:
         given = StartGroup(group=group, attempt=1, replica=0, incarnation=1, cause=0)
-        scene.supervisor.order(REPLICA, 0, SentOrder(given), 1)
-        scene.supervisor.flush()
+        scene.send(REPLICA, 0, given)
         return given
 
     before = order(0)
@@ -254,13 +251,11 @@ async def test_orders_of_a_trainer_and_of_a_scorer_that_are_not_up_reach_them_in
     train = TrainStep(step=0, attempt=1, groups=(9,), staleness=(0,), cause=0)
     save = SaveCheckpoint(steps=1, number=3, cause=0)
     score = ScoreBatch(step=0, attempt=1, task="values", groups=(9,), cause=0)
-    scene.supervisor.order(TRAINER, 0, SentOrder(train))  # for a life that is over
     scene.start(TRAINER, 0, 2)
     scene.start(SCORER, 1, 2)
     for kind, index, order in ((TRAINER, 0, train), (SCORER, 1, score), (TRAINER, 0, save)):
-        scene.supervisor.order(kind, index, SentOrder(order))
+        scene.send(kind, index, order)
         await settled()
-        scene.supervisor.flush()
     assert scene.handle("trainer/2").orders == [train, save]
     assert scene.handle("scorer-1/2").orders == [score]
 
@@ -429,8 +424,8 @@ async def test_a_starting_life_taken_over_gets_orders_at_once_and_is_watched_onc
     second = scene.handle("rollout-1/1")
     scene.take_over()
     order = StartGroup(group=1, attempt=1, replica=1, incarnation=1, cause=0)
-    scene.supervisor.order(REPLICA, 1, SentOrder(order), 1)
-    assert scene.supervisor.flush() == 1 and second.orders == [order]
+    scene.send(REPLICA, 1, order)
+    assert second.orders == [order]
     await settled()
     assert (second.watchers, second.joins) == (int(up), int(up))
     assert not scene.handle("rollout-0/1").opened_with, "what is up is not brought up"

@@ -17,9 +17,10 @@ import pytest
 from engine import commands
 from engine.events import Event, GroupGenerated, ProcessLost, ProcessProbed, ProcessUp
 from engine.protocols import GroupWork
+from engine.runtime.executor import RunExecutor
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.process_port import Processes, SentOrder
-from engine.runtime.prompt_sources import listed
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool
@@ -82,6 +83,10 @@ class Learner(SimpleTrainer):
         note(self._directory, "end", TRAINER)
 
 
+def prompts() -> CountedPrompts:
+    return CountedPrompts(None, lambda group: Prompt(row=group, text="?"))
+
+
 def contract_plan(directory: Path) -> Plan:
     pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
     limits = Limits(
@@ -90,11 +95,15 @@ def contract_plan(directory: Path) -> Plan:
     return Plan(
         limits=limits, samples=1, replicas=1, slots=SLOTS, run_dir=directory, trajectories="memory", heartbeat_s=0.0,
         make_rollout=lambda replica: Rollout(generator=Sampler(directory)), make_trainer=partial(Learner, directory),
-        make_scorer=lambda tasks: begin(directory, SCORER), make_prompts=lambda: listed(["?"]),
+        make_scorer=lambda tasks: begin(directory, SCORER), make_prompts=prompts,
     )  # fmt: skip
 
 
 # -- a supervisor over an implementation -------------------------------------------------------------------------------
+
+
+STORES: Any = None
+"""The executor has no order for a store."""
 
 
 class Scene:
@@ -119,6 +128,9 @@ class Scene:
         self._heard = asyncio.Event()
         self._numbers = count()
         self.supervisor = Supervisor(plan, processes, Scheduler(plan.limits).state, self.deliver, pytest.fail)
+        self.executor = RunExecutor(
+            plan, supervisor=self.supervisor, prompts=prompts(), stores=STORES, post=pytest.fail, finish=pytest.fail
+        )
 
     def deliver(self, event: Event) -> None:
         if isinstance(event, ProcessUp | ProcessLost | ProcessProbed | GroupGenerated):
@@ -150,15 +162,16 @@ class Scene:
         life = {"kind": kind, "index": 0, "incarnation": incarnation}
         self.supervisor.stop(commands.StopProcess(**life, reason="enough", hung=hung, cause=0))
 
-    def order(self, kind: str, command: Any, incarnation: int | None = None) -> int:
-        """Send an order. Returns the number of messages."""
-        self.supervisor.order(kind, 0, SentOrder(command, Prompt(row=0, text="?")), incarnation)
-        return self.supervisor.flush()
+    def order(self, kind: str, command: Any) -> None:
+        """Send an order to the current life."""
+        self.supervisor.lives[kind, 0].send([SentOrder(command)])
 
     def generate(self, group: int, incarnation: int) -> int:
-        life = {"replica": 0, "incarnation": incarnation}
-        order = commands.StartGroup(group=group, attempt=1, number=next(self._numbers), **life, cause=0)
-        return self.order(REPLICA, order, incarnation)
+        """Execute an order to start a group. Returns the number of messages."""
+        life, before = {"replica": 0, "incarnation": incarnation}, self.executor.calls
+        start = commands.StartGroup(group=group, attempt=1, number=next(self._numbers), **life, cause=0)
+        self.executor.execute([start])
+        return self.executor.calls - before
 
     def probe(self, kind: str, incarnation: int, order: int) -> None:
         life = {"kind": kind, "index": 0, "incarnation": incarnation}

@@ -16,7 +16,7 @@ from engine.runtime.local import RunResult, SimpleTrainer, local_processes
 from engine.states.limits import REWARDING, AddedState, Limits, Pool
 from engine.states.timeouts import Timeouts
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-from engine.workers import worker_tasks
+from engine.workers import worker
 
 
 class Learner(SimpleTrainer):
@@ -29,7 +29,7 @@ class Learner(SimpleTrainer):
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_tasks, "END_S", 0.05)
+    monkeypatch.setattr(worker, "END_S", 0.05)
     monkeypatch.setattr(local_processes, "CLOSE_S", 0.2)
     monkeypatch.setattr(local_processes.LocalProcesses, "goodbye_s", 0.2)
 

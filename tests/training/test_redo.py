@@ -2,26 +2,32 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 
 from engine.commands import SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import BatchScored, CheckpointSaved, Event, StepTrained
 from engine.protocols import Batch
+from engine.runtime.local import SimpleGenerator
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.runtime.prompt_sources import listed
+from engine.states.limits import Limits, Pool
+from engine.storage.samples import SamplePolicy
 from engine.storage.trajectories import checked_scores
 from engine.training import model_checkpoint
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
-from engine.workers.progress_reports import SerialProgress
+from engine.workers.plan import Plan, Redo, Restore, Rollout
 from engine.workers.trainer import TrainerWorker
+from engine.workers.worker import Peers
 
 STEPS, SAVED = 4, 2
 SETTINGS = TrainerSettings(
@@ -33,23 +39,27 @@ SETTINGS = TrainerSettings(
 class Bench:
     """A trainer in its worker, over a store that outlives it."""
 
-    def __init__(self, trainer: ModelTrainer, store: LocalTrajectories, apart: tuple[str, ...], saves: Path) -> None:
+    def __init__(self, trainer: ModelTrainer, store: LocalTrajectories, apart: tuple[str, ...], run_dir: Path) -> None:
         self.answers: asyncio.Queue[Event] = asyncio.Queue()
         self.reported: list[int] = []
         self.trainer = trainer
-        self.own = [task for task in SETTINGS.scoring_tasks(99) if task not in apart]
-        self.worker = TrainerWorker(
-            trainer=trainer,
-            trajectories=store,
-            weights=LocalWeights(),
-            emit=self.answers.put_nowait,
-            report=lambda step, figures: self.reported.append(step),
-            broken=lambda reason: None,
-            checkpoints=saves,
-            own_tasks=self.own,
-            scored_apart=apart,
-            progress=SerialProgress(lambda order: 60.0, self.answers.put_nowait),
-        )
+        tasks = SETTINGS.scoring_tasks(99)
+        self.own = [task for task in tasks if task not in apart]
+        pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=apart)) if apart else ()
+        plan = Plan(
+            limits=Limits(
+                train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4, scoring_tasks=tasks, pools=pools
+            ),
+            samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
+            make_trainer=lambda: trainer, make_prompts=lambda: listed(["?"]), run_dir=run_dir,
+            restore_trainer=lambda trainer, restore: trainer.load(restore.checkpoint),
+            sample_policy=SamplePolicy(per_step=0, validation=0),
+        )  # fmt: skip
+        peers = Peers(
+            trajectories=store, weights=LocalWeights(), emit=self.answers.put_nowait,
+            report=lambda step, figures: self.reported.append(step), ask_trainer=lambda steps: asyncio.sleep(0),
+        )  # fmt: skip
+        self.worker = TrainerWorker(plan, 0, 1, peers)
         self._orders = count()
 
     async def step(self, batch: Batch) -> None:
@@ -62,7 +72,7 @@ class Bench:
         await self.order(train, StepTrained)
 
     async def order(self, command: Any, answer: type[Event]) -> None:
-        self.worker.carry_out(replace(command, number=next(self._orders)))
+        self.worker.carry_out(structs.replace(command, number=next(self._orders)))
         assert isinstance(await self.answers.get(), answer)
 
 
@@ -73,6 +83,7 @@ def test_steps_trained_again_are_the_same_to_the_bit(
     async def scene() -> None:
         store = LocalTrajectories()
         straight = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
+        await straight.worker.open()
         batches = [batch(step) for step in range(STEPS)]
         scorer = ModelScorer(model_path, SETTINGS, apart) if apart else None
         for each in batches:
@@ -86,12 +97,17 @@ def test_steps_trained_again_are_the_same_to_the_bit(
             if each.step + 1 == SAVED:
                 await straight.order(SaveCheckpoint(steps=SAVED, cause=0), CheckpointSaved)
         again = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
-        again.trainer.load(str(tmp_path / f"step-{SAVED:06d}"))
-        updates = [
-            await again.worker.redo(b.step, [g.group for g in b.groups], b.staleness, reports=b.step == STEPS - 1)
+        redo = tuple(
+            Redo(
+                step=b.step, groups=tuple(g.group for g in b.groups), staleness=tuple(b.staleness),
+                reports=b.step == STEPS - 1,
+            )
             for b in batches[SAVED:]
-        ]
-        assert updates == [2] * (STEPS - SAVED) and again.reported == [STEPS - 1], "what was reported is not again"
+        )  # fmt: skip
+        saved = str(tmp_path / "checkpoints" / f"step-{SAVED:06d}")
+        restore = Restore(steps=SAVED, checkpoint=saved, redo=redo)
+        await again.worker.open(restore)
+        assert again.reported == [STEPS - 1], "what was reported is not again"
         assert again.trainer.optimizer_steps == straight.trainer.optimizer_steps == 2 * STEPS
         held = [
             {**t.weights(), **model_checkpoint.optimizer_tensors(t.model, t.optimizer)}
@@ -100,9 +116,10 @@ def test_steps_trained_again_are_the_same_to_the_bit(
         assert held[0].keys() == held[1].keys()
         assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
         await store.discard([batches[-1].groups[0].group])
+        last = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
         with pytest.raises(EngineError, match=r"train step 3 cannot be trained again: .*does not hold groups"):
-            await again.worker.redo(3, [g.group for g in batches[-1].groups], batches[-1].staleness, reports=False)
-        for bench in (straight, again):
+            await last.worker.open(replace(restore, redo=redo[-1:]))
+        for bench in (straight, again, last):
             await bench.worker.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))

@@ -40,7 +40,7 @@ async def test_what_raises_is_not_answered() -> None:
 
 @played
 async def test_groups_that_are_ended_are_answered_together_and_so_is_one_that_is_over() -> None:
-    on = Stage(TokenGenerator(length=3))
+    on = await Stage(TokenGenerator(length=3)).open()
     on.start(0)
     on.start(1)
     await on.settle()
@@ -57,7 +57,7 @@ async def test_groups_that_are_ended_are_answered_together_and_so_is_one_that_is
 
 @played
 async def test_an_order_to_resume_is_answered_after_earlier_orders_and_so_is_a_repeat() -> None:
-    on = Stage(TokenGenerator(length=3))
+    on = await Stage(TokenGenerator(length=3)).open()
     on.start(0)
     await on.settle()
     on.worker.carry_out(PauseReplica(version=1, mode="wait", attempt=1, **WHO))
@@ -80,19 +80,19 @@ async def test_one_that_cannot_resume_is_broken_and_does_not_answer() -> None:
         async def resume(self) -> None:
             raise RuntimeError("no memory")
 
-    on = Stage(Stuck(length=3))
+    on = await Stage(Stuck(length=3)).open()
     resume = ResumeReplica(attempt=1, number=5, **WHO)
     on.worker.carry_out(resume)
     on.worker.carry_out(resume)
     await on.settle()
-    (reason,) = on.broken
+    reason = on.worker.broken
     assert reason.startswith("resuming failed: RuntimeError: no memory (") and on.done == []
 
 
 @played
 async def test_an_order_to_stop_measuring_is_answered_and_its_repeat_stops_nothing_newer() -> None:
     """A scheduler that takes over orders again what is open, oldest first: the stop, then the rows after it."""
-    on = stage(Answering())
+    on = await stage(Answering())
     stop = StopMeasuring(validation=2, number=219, **WHO)
     on.worker.carry_out(measure())
     await on.settle()
@@ -112,7 +112,7 @@ async def test_an_order_to_stop_measuring_is_answered_and_its_repeat_stops_nothi
 
 @played
 async def test_a_host_that_is_closed_answers_nothing() -> None:
-    on = Stage(TokenGenerator(length=3))
+    on = await Stage(TokenGenerator(length=3)).open()
     on.start(0)
     await on.settle()
     on.worker.carry_out(AbortGroup(group=0, attempt=1, number=1, **WHO))

@@ -9,18 +9,19 @@ import pytest
 from event_loops import played
 from msgspec.structs import replace
 from test_replica_worker import WHO, Stage
+from worker_bench import AT_ONCE
 
 from engine.commands import InstallWeights, MeasureRows, PauseReplica, ResumeReplica, StageWeights, StopMeasuring
 from engine.errors import DataFailure, EngineError
 from engine.events import NO_ANSWER, Event, OrderProgressed, ReplicaPaused, RowsFailed, RowsMeasured
 from engine.protocols import Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, response
+from engine.states.limits import ValidationLimits, ValidationSet
 from engine.trajectory import Prompt, Trajectory
-from engine.workers.measurement import HeldOut, answer_number, held_out_group
-from engine.workers.sample_keeper import HeldOutRow
+from engine.workers.measurement import answer_number, held_out_group
+from engine.workers.plan import Rollout
 
 PROMPTS = [Prompt(row=row, text=f"{row} + 1") for row in range(6)]
-ROWS = [HeldOutRow("", row, 0, 6) for row in range(6)]
 
 
 class Answering(SimpleGenerator):
@@ -45,13 +46,12 @@ class Answering(SimpleGenerator):
         return [judged]
 
 
-def stage(generator: Any, held_out: bool = True) -> Stage:
+async def stage(generator: Any, held_out: bool = True, sets: Sequence[ValidationSet] = (), **changes: Any) -> Stage:
     """A worker whose generator answers validation prompts too."""
-    return Stage(generator, held_out=rows_for(generator) if held_out else None)
-
-
-def rows_for(generator: Any, rows: Sequence[HeldOutRow] = ROWS, **changes: Any) -> HeldOut:
-    return HeldOut(prompts=PROMPTS, evaluator=generator, rows=rows, **changes)
+    if not held_out:
+        return await Stage(generator).open()
+    limits = {"validation": ValidationLimits(rows=len(PROMPTS), sets=tuple(sets)), **changes.pop("limits", {})}
+    return await Stage(generator, held_out=PROMPTS, limits=limits, **changes).open()
 
 
 def measure(chunk: int = 0, first: int = 0, count: int = 3, attempt: int = 1, version: int = 0, validation: int = 2):  # type: ignore[no-untyped-def]
@@ -68,7 +68,7 @@ def news(stage: Stage, *kinds: type[Event]) -> list[Any]:
 
 @played
 async def test_rows_are_counted_and_those_at_fault_are_not() -> None:
-    on = stage(Answering())
+    on = await stage(Answering())
     on.generator.let.set()
     on.worker.carry_out(measure(0, 0, 3))
     on.worker.carry_out(measure(1, 3, 3))
@@ -90,7 +90,7 @@ async def test_each_row_that_ends_is_reported_as_progress_of_its_chunk() -> None
             return [response([1], reward=1.0, version=version)]
 
     ends = [asyncio.Event() for _ in range(3)]
-    on = Stage(generator := OneByOne(), held_out=rows_for(generator), progress_every_s=0.0)
+    on = await stage(generator := OneByOne(), limits={"timeouts": AT_ONCE})
     on.worker.carry_out(replace(measure(), number=9))
     for row in range(2):
         ends[row].set()
@@ -105,7 +105,7 @@ async def test_each_row_that_ends_is_reported_as_progress_of_its_chunk() -> None
 
 @played
 async def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> None:
-    on = stage(Answering())
+    on = await stage(Answering())
     on.generator.let.set()
     for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(5, validation=1)):
         on.worker.carry_out(order)
@@ -115,7 +115,7 @@ async def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() 
 
 @played
 async def test_a_repeat_of_an_order_that_was_answered_is_not_answered_again() -> None:
-    on = stage(Answering())
+    on = await stage(Answering())
     on.generator.let.set()
     on.worker.carry_out(measure())
     await on.until(1)
@@ -130,10 +130,10 @@ async def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
         async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
             raise EngineError("out of memory")
 
-    on = stage(Broken())
+    on = await stage(Broken())
     on.worker.carry_out(measure())
     on.worker.carry_out(measure(1, 3, 9))
-    lost = stage(Answering(), held_out=False)
+    lost = await stage(Answering(), held_out=False)
     lost.worker.carry_out(measure())
     await on.until(2)
     await lost.until(1)
@@ -148,7 +148,7 @@ async def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
 async def test_a_response_without_a_finite_reward_is_not_measured(
     reward: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on = stage(Answering(reward=lambda row: reward))
+    on = await stage(Answering(reward=lambda row: reward))
     on.generator.let.set()
     on.worker.carry_out(measure())
     await on.until(1)
@@ -160,7 +160,7 @@ async def test_a_response_without_a_finite_reward_is_not_measured(
 
 @played
 async def test_a_response_with_a_malformed_part_of_its_reward_is_not_measured() -> None:
-    on = stage(Answering())
+    on = await stage(Answering())
     on.generator.parts = {0: {"right": math.nan}, 1: {"right": "high"}, 2: {"right": 1.0}}
     on.generator.let.set()
     on.worker.carry_out(measure())
@@ -176,7 +176,7 @@ async def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> 
         async def generate(self, work: GroupWork) -> Any:
             return wrong
 
-    on = stage(Odd())
+    on = await stage(Odd())
     on.worker.carry_out(measure())
     await on.until(1)
     (event,) = news(on, RowsFailed)
@@ -185,7 +185,7 @@ async def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> 
 
 @played
 async def test_rows_with_rewards_too_large_to_add_up_are_not_measured() -> None:
-    on = stage(Answering(reward=lambda row: 1e308 if row else 1.0))
+    on = await stage(Answering(reward=lambda row: 1e308 if row else 1.0))
     on.generator.let.set()
     on.worker.carry_out(measure())
     await on.until(1)
@@ -195,7 +195,7 @@ async def test_rows_with_rewards_too_large_to_add_up_are_not_measured() -> None:
 
 @played
 async def test_another_version_is_never_measured_in_its_place() -> None:
-    on = stage(Answering())
+    on = await stage(Answering())
     on.worker.carry_out(measure(version=1))
     await on.until(1)
     assert "version 0, but version 1 must" in news(on, RowsFailed)[0].reason
@@ -214,7 +214,7 @@ async def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None
             await self.installed.wait()
             await super().install(version)
 
-    on = stage(Slow())
+    on = await stage(Slow())
     on.generator.installed = asyncio.Event()
     on.weights.store.put(1, "w")
     on.generator.let.set()
@@ -236,7 +236,7 @@ async def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 @played
 async def test_stopped_measuring_reports_nothing_and_samples_nothing_in_a_paused_replica(mode: str) -> None:
-    on = stage(Answering())
+    on = await stage(Answering())
     on.worker.carry_out(measure())
     on.worker.carry_out(measure(1, 3, 3))
     await on.settle()
@@ -252,9 +252,8 @@ async def test_stopped_measuring_reports_nothing_and_samples_nothing_in_a_paused
 async def test_rows_tell_the_parts_of_their_rewards_and_whether_they_are_right() -> None:
     generator = Answering()
     generator.parts = {0: {"acc": 0.0, "fmt": 1.0}, 1: {"acc": 1.0}, 2: {"fmt": 1.0}}
-    parts, correct = {"both": ("fmt", "acc")}, {"both": ("acc",)}
-    rows = [HeldOutRow(name, row, 0, 3) for name in ("both", "plain") for row in range(3)]
-    on = Stage(generator, held_out=rows_for(generator, rows, parts=parts, correct=correct))
+    both = ValidationSet(name="both", prompts=3, parts=("fmt", "acc"), correct=("acc",))
+    on = await stage(generator, sets=[both, ValidationSet(name="plain", prompts=3)])
     generator.let.set()
     on.worker.carry_out(measure(0, 0, 4))
     await on.until(1)
@@ -277,8 +276,9 @@ async def test_rows_tell_their_rewards_and_answers_and_each_set_its_name() -> No
         return trajectory.text.removeprefix("it is ") if trajectory.text.startswith("it") else None
 
     generator = Saying()
-    rows = [HeldOutRow("voting", row // 2, row % 2, 2) for row in range(4)] + [HeldOutRow("plain", 0, 0, 2)] * 2
-    on = Stage(generator, held_out=rows_for(generator, rows, answers={"voting": extract}))
+    sets = [ValidationSet(name="voting", prompts=2, samples=2), ValidationSet(name="plain", prompts=2)]
+    rollout = Rollout(generator=generator, evaluator=generator, answers={"voting": extract})
+    on = await stage(generator, sets=sets, make_rollout=lambda replica: rollout)
     generator.let.set()
     on.worker.carry_out(measure(0, 0, 6))
     await on.until(1)

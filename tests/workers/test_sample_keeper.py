@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import worker_bench
 from event_loops import played
-from test_measurement import Answering, measure, rows_for
-from test_replica_worker import Stage
+from test_measurement import Answering, measure, stage
+from worker_bench import plan_of
 
 from engine.commands import TrainStep
 from engine.events import Event, RowsMeasured, StepTrained
 from engine.protocols import Batch, RolloutFigures
 from engine.runtime.local import SimpleTrainer, response
-from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.storage.samples import FOLDER, TRAIN, VALIDATION, SampleFiles, SamplePolicy
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers import sample_keeper
-from engine.workers.progress_reports import SerialProgress
-from engine.workers.sample_keeper import SampleKeeper, keeper_of, prompt_text, response_text, shortened
+from engine.workers.plan import Redo, Restore
+from engine.workers.sample_keeper import keeper_of, prompt_text, response_text, shortened
 from engine.workers.trainer import TrainerWorker
 
 EVERYTHING = SamplePolicy(per_step=100)
@@ -45,17 +45,14 @@ class Telling(SimpleTrainer):
         return self.figures(self.batch)
 
 
-class Bench:
+class Bench(worker_bench.Bench):
     """A trainer's worker over groups 0 and 1, of two responses each."""
 
-    def __init__(self, trainer: Any, keeper: SampleKeeper | None) -> None:
-        self.answers: asyncio.Queue[Event] = asyncio.Queue()
-        self.trajectories = LocalTrajectories()
-        self.worker = TrainerWorker(
-            trainer=trainer, trajectories=self.trajectories, weights=LocalWeights(), emit=self.answers.put_nowait,
-            report=lambda step, figures: None, broken=lambda reason: None, samples=keeper,
-            progress=SerialProgress(lambda order: 60.0, self.answers.put_nowait),
-        )  # fmt: skip
+    def __init__(self, trainer: Any, run_dir: Path, policy: SamplePolicy, trajectories: Any = None) -> None:
+        plan = plan_of(
+            trainer=trainer, run_dir=run_dir, sample_policy=policy, restore_trainer=lambda trainer, restore: None
+        )
+        super().__init__(TrainerWorker, plan, trajectories)
 
     async def step(self, step: int = 5) -> Event:
         for number in range(2):
@@ -69,7 +66,7 @@ class Bench:
             group.trajectories[1].shown_prompt = "what is asked" if number else ""
             await self.trajectories.put(group, attempt=1)
         self.worker.carry_out(TrainStep(step=step, attempt=1, groups=(0, 1), staleness=(2, 0), number=step, cause=0))
-        return await asyncio.wait_for(self.answers.get(), 60)
+        return await self.news()
 
 
 def kept(run_dir: Path, kind: str = TRAIN) -> list[dict[str, Any]]:
@@ -82,7 +79,7 @@ def figures_of(batch: Batch) -> list[list[RolloutFigures]]:
 
 @played
 async def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Path) -> None:
-    assert isinstance(await Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
+    assert isinstance(await (await Bench(Telling(figures_of), tmp_path, EVERYTHING).open()).step(), StepTrained)
     rows = kept(tmp_path)
     assert [(row["group"], row["sample"], row["response"], row["reward"], row["tokens"]) for row in rows] == [
         (0, 0, "answer 00", 0.0, 1), (0, 1, "answer 01", 1.0, 2), (1, 0, "answer 10", 1.0, 1),
@@ -113,16 +110,18 @@ def fail(batch: Batch) -> Any:
 )
 @played
 async def test_figures_that_cannot_be_had_are_left_out(tmp_path: Path, figures: Callable[[Batch], Any]) -> None:
-    assert isinstance(await Bench(Telling(figures), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
+    assert isinstance(await (await Bench(Telling(figures), tmp_path, EVERYTHING).open()).step(), StepTrained)
     assert [row["advantage"] for row in kept(tmp_path)] == [None] * 4
 
 
 @played
 async def test_a_step_that_is_trained_again_replaces_its_samples(tmp_path: Path) -> None:
-    bench = Bench(Telling(figures_of), SampleKeeper(tmp_path, SamplePolicy(per_step=3)))
+    bench = await Bench(Telling(figures_of), tmp_path, SamplePolicy(per_step=3)).open()
     await bench.step()
     before = kept(tmp_path)
-    assert await bench.worker.redo(5, (0, 1), (2, 0), reports=False) == 0
+    await bench.worker.close()
+    again = Bench(Telling(figures_of), tmp_path, SamplePolicy(per_step=3), bench.trajectories)
+    await again.worker.open(Restore(steps=5, redo=(Redo(step=5, groups=(0, 1), staleness=(2, 0)),)))
     assert kept(tmp_path) == before
     assert len(before) == 3
 
@@ -135,7 +134,7 @@ async def test_a_disk_that_takes_nothing_is_reported_once_and_the_run_goes_on(
 
     caplog.set_level(logging.WARNING)
     trainer = Telling(figures_of)
-    bench = Bench(trainer, SampleKeeper(tmp_path, EVERYTHING))
+    bench = await Bench(trainer, tmp_path, EVERYTHING).open()
     for step in range(3):
         assert isinstance(await bench.step(step), StepTrained)
     assert trainer.steps == 3
@@ -153,7 +152,7 @@ async def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
     os.mkfifo(hanging)  # to open it for writing waits for a reader
 
     caplog.set_level(logging.WARNING)
-    bench = Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING))
+    bench = await Bench(Telling(figures_of), tmp_path, EVERYTHING).open()
     monkeypatch.setattr(sample_keeper, "LONGEST_S", 0.01)
     for step in (0, 1):
         assert isinstance(await bench.step(step), StepTrained)
@@ -183,8 +182,7 @@ def test_a_run_without_samples_keeps_none(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_chunks_keep_the_same_prompts_in_every_validation(tmp_path: Path) -> None:
     generator = Answering()
     generator.let.set()
-    keeper = SampleKeeper(tmp_path, SamplePolicy(validation=4))
-    on = Stage(generator, held_out=rows_for(generator, samples=keeper))
+    on = await stage(generator, run_dir=tmp_path, sample_policy=SamplePolicy(validation=4))
     for validation in (2, 3):
         for chunk in (0, 1):
             on.worker.carry_out(measure(chunk, 3 * chunk, 3, validation=validation))

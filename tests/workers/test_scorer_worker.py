@@ -4,28 +4,26 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
+import worker_bench
 from event_loops import played
 from test_trainer_worker import Scribe
+from worker_bench import plan_of
 
 from engine.commands import ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import BatchScored, Event, OrderProgressed, StepFailed, StepTrained
 from engine.protocols import Batch, Scores
-from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.runtime.prompt_sources import listed
-from engine.runtime.worker import Peers, PlannedScorer
-from engine.states.limits import Limits, Pool
+from engine.runtime.local import response
+from engine.states.limits import Pool
 from engine.states.timeouts import Timeouts
 from engine.storage.trajectories import pack_scores, unpack_scores
 from engine.storage.weights import Trained
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
-from engine.workers.plan import Plan, Rollout
-from engine.workers.progress_reports import SerialProgress
+from engine.workers.plan import Restore
 from engine.workers.scorer import ScorerWorker
 from engine.workers.trainer import TrainerWorker
 
@@ -74,28 +72,29 @@ class Learner(Scribe):
         return len(self.batches)
 
 
-class Bench:
+POOLS = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
+
+
+class Bench(worker_bench.Bench):
     """A scorer and a trainer over the same stores."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
-        self._news = asyncio.Event()
-        self.broken: list[str] = []
-        shared: dict[str, Any] = {
-            "trajectories": self.trajectories, "weights": self.weights, "emit": self._emit,
-            "broken": self.broken.append, "progress": SerialProgress(lambda order: 60.0, self._emit),
-        }  # fmt: skip
+    def __init__(self, reader: Any = None) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
-        self.reader, self.learner = Reader(), Learner()
-        self.scorer = ScorerWorker(scorer=self.reader, ask=self._ask, **shared)
-        self.trainer = TrainerWorker(
-            trainer=self.learner,
-            report=lambda *_: None,
-            scored_apart=["old_logprobs"],
-            hands_over=True,
-            **shared,
-        )
+        self.reader, self.learner = reader or Reader(), Learner()
+        limits = {"scoring_tasks": ("old_logprobs",), "pools": POOLS, "timeouts": Timeouts.every(None, score_s=100.0)}
+        plan = plan_of(
+            trainer=self.learner, limits=limits, make_scorer=lambda tasks: self.reader,
+            restore_trainer=lambda trainer, restore: None,
+        )  # fmt: skip
+        super().__init__(ScorerWorker, plan)
+        self.scorer, self.trainer = self.worker, TrainerWorker(plan, 0, 1, self.worker.peers)
+
+    async def open(self, restore: Restore | None = None) -> Self:
+        await self.trainer.open(restore)
+        return await super().open()
+
+    async def ask_trainer(self, steps: int) -> None:
+        await self.trainer.hand_over(steps)
 
     async def fill(self) -> None:
         for group in (2, 4):
@@ -103,39 +102,25 @@ class Bench:
             kept.trajectories += [response([1] * group, reward=1.0, version=0), response([], reward=1.0, version=0)]
             await self.trajectories.put(kept, attempt=1)
 
-    async def _ask(self, steps: int) -> None:
-        await self.trainer.hand_over_again(steps)
-
-    def _emit(self, event: Event) -> None:
-        self.events.append(event)
-        self._news.set()
-
-    async def _next(self) -> Event:
-        count = len(self.events)
-        while len(self.events) == count:
-            self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 60)
-        return self.events[-1]
-
     async def score(self, step: int, attempt: int = 1, task: str = "old_logprobs") -> Event:
         number = self._number("score", step, attempt, task)
         self.scorer.carry_out(ScoreBatch(step=step, attempt=attempt, task=task, groups=(4, 2), number=number, cause=0))
-        return await self._next()
+        return await self.news()
 
     async def train(self, step: int, attempt: int = 1) -> Event:
         number = self._number("train", step, attempt)
         self.trainer.carry_out(
             TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(0, 0), number=number, cause=0)
         )
-        return await self._next()
+        return await self.news()
 
     def _number(self, *order: object) -> int:
         """In the order book; a repeated order has the number of the first."""
         return self._numbers.setdefault(order, len(self._numbers))
 
 
-async def filled() -> Bench:
-    bench = Bench()
+async def filled(restore: Restore | None = None) -> Bench:
+    bench = await Bench().open(restore)
     await bench.fill()
     return bench
 
@@ -192,8 +177,8 @@ async def test_weights_that_could_not_be_handed_over_are_when_a_scorer_asks_agai
     assert isinstance(await bench.score(2, attempt=2), BatchScored)
     assert isinstance(await bench.score(2, attempt=3), BatchScored)
     asked = bench.learner.asked
-    await bench.trainer.hand_over_again(2)
-    await bench.trainer.hand_over_again(1)
+    await bench.trainer.hand_over(2)
+    await bench.trainer.hand_over(1)
     assert bench.learner.asked == asked == 5, "once they are there nobody owes them"
 
 
@@ -276,11 +261,9 @@ def test_scores_travel_to_the_bit() -> None:
 
 @played
 async def test_a_trainer_that_was_restored_hands_over_what_it_has() -> None:
-    bench = await filled()
-    bench.learner.batches = [Batch(step=0, groups=[], staleness=[])] * 3
-    await bench.trainer.hand_over(3)
+    bench = await filled(Restore(steps=3))
     assert isinstance(await bench.score(3), BatchScored)
-    assert bench.reader.calls[0] == "load 3"
+    assert bench.learner.asked == 1 and bench.reader.calls == ["load 0", "score old_logprobs of 3"]
 
 
 def test_a_scorer_that_progresses_reports_it_within_its_time_limit() -> None:
@@ -297,28 +280,13 @@ def test_a_scorer_that_progresses_reports_it_within_its_time_limit() -> None:
         def load(self, weights: Any) -> None: ...
 
     async def scene() -> None:
-        pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",)))
-        limits = Limits(
-            train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, scoring_tasks=("ref_logprobs",),
-            pools=pools, timeouts=Timeouts.every(None, score_s=100.0),
-        )  # fmt: skip
-        plan = Plan(
-            limits=limits, samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
-            make_trainer=SimpleTrainer, make_prompts=lambda: listed(["?"]), make_scorer=lambda tasks: Slow(),
-        )  # fmt: skip
-        bench = Bench()
+        bench = await Bench(Slow()).open()
         await bench.fill()
-        peers = Peers(
-            trajectories=bench.trajectories, weights=bench.weights, emit=bench._emit, report=lambda *figures: None,
-            broken=bench.broken.append, ask_trainer=bench._ask,
-        )  # fmt: skip
-        planned = PlannedScorer(plan, 0, 1)
-        await planned.open(peers)
-        planned.carry_out(ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(4, 2), number=6, cause=0))
+        bench.worker.carry_out(ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(4, 2), number=6, cause=0))
         await asyncio.sleep(1000.0)
         scored = BatchScored(step=0, attempt=1, task="ref_logprobs")
         assert bench.events == [OrderProgressed(order=6), OrderProgressed(order=6), scored]
-        await planned.close()
+        await bench.worker.close()
 
     loop = VirtualLoop()
     loop.run_until_complete(scene())

@@ -8,18 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import worker_bench
 from event_loops import played
+from worker_bench import plan_of
 
-from engine.commands import EnterState, InspectStep
+from engine.commands import DiscardGroups, EnterState, InspectStep
 from engine.errors import DataFailure, EngineError
-from engine.events import Event, GroupGenerated, InspectionFailed, StateFailed, StateLeft, StepInspected
+from engine.events import GroupGenerated, InspectionFailed, StateFailed, StateLeft, StepInspected
 from engine.protocols import Generated, GroupWork, PublishedWeights
 from engine.protocols.user_code import MOST_HANGING
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import Grader
 from engine.runtime.local import response
-from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.states.limits import REWARDING
+from engine.states.limits import GENERATED, REWARDING, SCORING, AddedState
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated, generated_event
@@ -41,34 +42,19 @@ async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
     return group
 
 
-class Bench:
-    def __init__(self, work: Work, timeout_s: float | None = None, state: str = "judging") -> None:
-        self.events: list[Event] = []
-        self.trajectories = LocalTrajectories()
-        self._news = asyncio.Event()
-        self.worker = StageWorker(
-            works={state: work}, trajectories=self.trajectories, weights=LocalWeights(), emit=self._emit,
-            timeout_s=timeout_s,
-            untimed=[REWARDING], broken=self._break,
-        )  # fmt: skip
-        self.reasons: list[str] = []
+class Bench(worker_bench.Bench):
+    """`place`: where the state stands."""
 
-    def _emit(self, event: Event) -> None:
-        self.events.append(event)
-        self._news.set()
-
-    def _break(self, reason: str) -> None:
-        self.reasons.append(reason)
-        self._news.set()
+    def __init__(self, work: Any, state: str = "judging", place: str = GENERATED, **changes: Any) -> None:
+        states = (AddedState(name=state, concurrency=1, place=place),)
+        makes = {"make_inspection" if place == SCORING else "make_work": lambda name: work}
+        super().__init__(StageWorker, plan_of(limits={"added_states": states}, **makes, **changes))
 
     def order(self, group: int = 3, attempt: int = 2, state: str = "judging", prompt: Prompt | None = None) -> None:
         self.worker.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0), prompt)
 
-    async def until(self, count: int) -> Event:
-        while len(self.events) < count:
-            self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 60)
-        return self.events[-1]
+    async def until(self, count: int) -> Any:
+        return (await super().until(count))[-1]
 
 
 async def filled(bench: Bench) -> Bench:
@@ -84,7 +70,7 @@ async def filled(bench: Bench) -> Bench:
 
 @played
 async def test_the_work_is_kept_before_it_is_reported() -> None:
-    bench = await filled(Bench(praise))
+    bench = await filled(await Bench(praise).open())
     bench.order()
     left = await bench.until(1)
     assert left == StateLeft(group=3, attempt=2, state="judging", trainable=3, reward_mean=1.0, reward_spread=2.0)
@@ -106,7 +92,7 @@ async def test_a_repeat_changes_nothing_and_a_newer_attempt_ends_the_older() -> 
                 ended.append(group.group)
         return await praise(group)
 
-    bench = await filled(Bench(first_for_ever))
+    bench = await filled(await Bench(first_for_ever).open())
     for attempt in (2, 2, 3):
         bench.order(attempt=attempt)
         await asyncio.sleep(0)
@@ -205,7 +191,7 @@ async def leaving(group: TrajectoryGroup) -> Any:
 async def test_what_work_does_wrong_costs_an_attempt_and_leaves_the_group_as_it_was(
     work: Work, cause: str, words: str
 ) -> None:
-    bench = await filled(Bench(work))
+    bench = await filled(await Bench(work).open())
     (kept,) = await bench.trajectories.get([3])
     before = copy_group(kept)
     bench.order()
@@ -224,7 +210,7 @@ async def test_work_that_takes_too_long_is_ended() -> None:
         await asyncio.Event().wait()
         return group
 
-    bench = await filled(Bench(for_ever, timeout_s=0.01))
+    bench = await filled(await Bench(for_ever, state_timeout_s=0.01).open())
     bench.order()
     failed = await bench.until(1)
     assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
@@ -241,7 +227,7 @@ async def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(
         return 1.0
 
     grader = Grader(Digits(), reward, threads=stuck, timeout_s=0.01)
-    bench = await filled(Bench(grader, timeout_s=1e-9, state=REWARDING))
+    bench = await filled(await Bench(grader, state_timeout_s=1e-9, state=REWARDING).open())
     for number in range(10, 10 + stuck):
         group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
         group.trajectories[0].reward = None
@@ -250,10 +236,9 @@ async def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(
     failed = await bench.until(stuck)
     assert isinstance(failed, StateFailed) and failed.cause == "data", failed
     assert "took longer than 0.01 s on prompt row 7" in failed.reason
-    while stuck == MOST_HANGING and not bench.reasons:
+    while stuck == MOST_HANGING and not bench.worker.broken:
         await asyncio.sleep(0)
-    assert len(bench.reasons) == (stuck == MOST_HANGING)
-    assert all("64 calls of reward" in reason for reason in bench.reasons)
+    assert ("64 calls of reward" in bench.worker.broken) == (stuck == MOST_HANGING)
     go_on.set()
 
 
@@ -262,7 +247,7 @@ async def test_the_processes_of_a_reward_end_with_the_worker() -> None:
     closed: list[str] = []
 
     part = RewardPart(function=lambda *_: 1.0, close=lambda: closed.append("reward"))
-    bench = await filled(Bench(Grader(Digits(), RewardParts((part,))), state=REWARDING))
+    bench = await filled(await Bench(Grader(Digits(), RewardParts((part,))), state=REWARDING).open())
     await bench.worker.close()
     assert closed == ["reward"]
 
@@ -276,7 +261,7 @@ async def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
         await go_on.wait()
         return await praise(group)
 
-    bench = await filled(Bench(slow))
+    bench = await filled(await Bench(slow).open())
     bench.order()
     await begun.wait()
     await bench.trajectories.discard([3])
@@ -301,11 +286,11 @@ async def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None
                 ended.append(group.group)
         return await praise(group)
 
-    bench = await filled(Bench(stubborn))
+    bench = await filled(await Bench(stubborn).open())
     bench.order(group=3)
     while not begun:
         await asyncio.sleep(0)
-    bench.worker.discard([3, 5])
+    bench.worker.carry_out(DiscardGroups(groups=(3, 5), cause=0))
     bench.order(group=4)
     left = await bench.until(1)
     assert isinstance(left, StateLeft) and left.group == 4
@@ -314,7 +299,7 @@ async def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None
 
 @played
 async def test_a_state_that_nobody_works_in_is_named() -> None:
-    bench = await filled(Bench(praise))
+    bench = await filled(await Bench(praise).open())
     bench.order(state="other")
     assert "no work is defined for the state other" in (await bench.until(1)).reason  # type: ignore[attr-defined]
 
@@ -325,7 +310,7 @@ async def test_close_ends_work_without_a_word() -> None:
         await asyncio.Event().wait()
         return group
 
-    bench = await filled(Bench(for_ever))
+    bench = await filled(await Bench(for_ever).open())
     bench.order()
     await asyncio.sleep(0)
     await bench.worker.close()
@@ -384,7 +369,7 @@ async def test_the_work_before_generation_may_change_only_the_prompt(says: str) 
     async def work(group: TrajectoryGroup) -> Any:
         return odd_prompts()[says](group)
 
-    bench = await filled(Bench(work))
+    bench = await filled(await Bench(work).open())
     bench.order(group=9, attempt=1, prompt=PROMPT)
     event = await bench.until(1)
     assert isinstance(event, StateFailed) and says in event.reason and event.cause == "infrastructure"
@@ -396,11 +381,7 @@ async def test_the_changed_fields_of_a_prompt_are_reported() -> None:
     async def level(group: TrajectoryGroup) -> Any:
         return replace(group, prompt=replace(group.prompt, fields={"level": 2, "page": "..."}))
 
-    bench = await filled(Bench(level))
-    bench.worker = StageWorker(
-        works={"judging": level}, trajectories=bench.trajectories, weights=LocalWeights(), emit=bench._emit,
-        broken=bench._break, described=("level",),
-    )  # fmt: skip
+    bench = await filled(await Bench(level, described=("level",)).open())
     bench.order(group=9, attempt=1, prompt=PROMPT)
     event = await bench.until(1)
     assert isinstance(event, StateLeft) and event.described == '{"source": "", "fields": {"level": 2}}'
@@ -414,13 +395,9 @@ async def refuses(given: Any) -> str | None:
     return f"step {given.step}, groups {[group.group for group in given.groups]}, staleness {given.staleness}"
 
 
-def inspecting(work: Any) -> Bench:
-    bench, weights = Bench(praise), LocalWeights()
-    weights.store.put(5, "the weights")
-    bench.worker = StageWorker(
-        works={}, inspections={"gate": work}, trajectories=bench.trajectories, weights=weights, emit=bench._emit,
-        broken=bench._break,
-    )  # fmt: skip
+async def inspecting(work: Any) -> Bench:
+    bench = await Bench(work, state="gate", place=SCORING).open()
+    bench.weights.store.put(5, "the weights")
     return bench
 
 
@@ -430,7 +407,7 @@ WEIGHTS = InspectStep(step=2, attempt=1, state="gate", version=5, cause=0)
 
 @played
 async def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> None:
-    bench = await filled(inspecting(refuses))
+    bench = await filled(await inspecting(refuses))
     for order, says in (
         (BATCH, "step 2, groups [3, 4], staleness [0, 1]"),
         (WEIGHTS, "version 5 after 3 steps: the weights"),
@@ -460,7 +437,7 @@ async def test_an_inspection_lets_pass_or_fails_with_what_its_work_did(result: A
             raise result
         return result
 
-    bench = await filled(inspecting(work))
+    bench = await filled(await inspecting(work))
     bench.worker.carry_out(BATCH)
     event = await bench.until(1)
     if result is None:

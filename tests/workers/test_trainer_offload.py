@@ -15,6 +15,8 @@ from engine.states.limits import Limits, Pool
 
 SCORE = ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0)
 
+TOGETHER = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
+
 
 class Leaving(Scribe):
     """Can leave the accelerator; what is asked of it is written down without arguments."""
@@ -32,9 +34,8 @@ class Leaving(Scribe):
 
 async def in_turns(trainer: Any, folder: Path, *orders: Any) -> list[Any]:
     """The events that answer the orders to a trainer that takes turns."""
-    bench = Bench(trainer, folder, takes_turns=True)
+    bench = await Bench(trainer, folder / "checkpoints", pools=TOGETHER).open()
     await bench.fill(2, 4)
-    await bench.worker.leave()
     events = await bench.answer(*orders)
     await bench.worker.close()
     return events
@@ -43,7 +44,14 @@ async def in_turns(trainer: Any, folder: Path, *orders: Any) -> list[Any]:
 @played
 async def test_it_is_there_from_the_first_score_to_the_end_of_training(tmp_path: Path) -> None:
     trainer = Leaving()
-    await in_turns(trainer, tmp_path, SCORE, train(), PublishWeights(version=1, attempt=1, steps=1, cause=0), save(1))
+    await in_turns(
+        trainer,
+        tmp_path / "checkpoints",
+        SCORE,
+        train(),
+        PublishWeights(version=1, attempt=1, steps=1, cause=0),
+        save(1),
+    )
     assert trainer.noted == ["offload", "onload", "score", "train", "offload", "weights", "save"]
 
 
@@ -66,13 +74,13 @@ async def test_one_that_fails_leaves_and_comes_back(tmp_path: Path, fail: str, o
 @played
 async def test_one_that_is_spoiled_is_not_asked_to_leave(tmp_path: Path) -> None:
     trainer = Leaving(fails="train", error=TrainerSpoiled("out of memory"))
-    bench = Bench(trainer, tmp_path, takes_turns=True)
+    bench = await Bench(trainer, tmp_path / "checkpoints", pools=TOGETHER).open()
     await bench.fill(2, 4)
     bench.carry_out(train())
-    while not bench.broken:
+    while not bench.worker.broken:
         await asyncio.sleep(0)
     await bench.worker.close()
-    assert trainer.noted == ["train"]
+    assert trainer.noted == ["offload", "onload", "train"]
 
 
 @played

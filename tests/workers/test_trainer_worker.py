@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import worker_bench
 from event_loops import played
 from msgspec.structs import replace
+from worker_bench import AT_ONCE, plan_of
 
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError, TrainerSpoiled
@@ -29,18 +31,14 @@ from engine.events import (
 )
 from engine.protocols import Batch
 from engine.reward_histogram import HISTOGRAMS
-from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.runtime.prompt_sources import listed
-from engine.runtime.worker import Peers, PlannedTrainer
-from engine.states.limits import Limits
+from engine.runtime.local import SimpleTrainer, response
+from engine.runtime.local.local_processes import LocalTrajectories
 from engine.states.timeouts import Timeouts
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
-from engine.workers.plan import Plan, Redo, Restore, Rollout
-from engine.workers.progress_reports import SerialProgress
+from engine.workers.plan import Redo, Restore
 from engine.workers.trainer import TrainerWorker, figure_of
 
 NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share")
@@ -82,40 +80,26 @@ class Scribe(SimpleTrainer):
         self._note(f"save {step}")
 
 
-class Bench:
-    def __init__(
-        self, trainer: Any, checkpoints: Path | None = None, progress_every_s: float = 60.0, takes_turns: bool = False
-    ) -> None:
-        self.events: list[Event] = []
-        self.figures: list[tuple[int, Mapping[str, Any]]] = []
-        self.broken: list[str] = []
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """Those of a run in `tmp_path`."""
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+class Bench(worker_bench.Bench):
+    def __init__(self, trainer: Any, checkpoints: Path | None = None, **limits: Any) -> None:
         self.responses: dict[str, Any] = {}
         """Figures of the responses of the newest step."""
-        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
-        self._news = asyncio.Event()
         self._numbers: dict[Command, int] = {}
-        self.progress = SerialProgress(lambda order: progress_every_s, self._emit)
-        self.worker = TrainerWorker(
-            trainer=trainer,
-            trajectories=self.trajectories,
-            weights=self.weights,
-            emit=self._emit,
-            report=self._report,
-            broken=self.broken.append,
-            checkpoints=checkpoints,
-            progress=self.progress,
-            takes_turns=takes_turns,
-        )
+        run_dir = None if checkpoints is None else checkpoints.parent
+        super().__init__(TrainerWorker, plan_of(trainer=trainer, limits=limits, run_dir=run_dir))
 
-    def _report(self, step: int, figures: Mapping[str, Any]) -> None:
+    def note(self, step: int, figures: Mapping[str, Any]) -> None:
         """Keep the trainer's own figures."""
         known = (*NAMES, HISTOGRAMS)
         self.responses = {name: figure for name, figure in figures.items() if name in known}
-        self.figures.append((step, {name: figure for name, figure in figures.items() if name not in known}))
-
-    def _emit(self, event: Event) -> None:
-        self.events.append(event)
-        self._news.set()
+        super().note(step, {name: figure for name, figure in figures.items() if name not in known})
 
     async def answer(self, *commands: Command) -> list[Event]:
         """Give orders; the events that answer them."""
@@ -131,17 +115,15 @@ class Bench:
         number = self._numbers.setdefault(command, len(self._numbers))
         self.worker.carry_out(replace(command, number=number))
 
-    async def news(self) -> Event:
-        """The next event."""
-        self._news.clear()
-        await asyncio.wait_for(self._news.wait(), 60)
-        return self.events[-1]
-
     async def fill(self, *groups: int) -> None:
-        for group in groups:
-            kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
-            kept.trajectories.append(response([1], reward=1.0, version=0))
-            await self.trajectories.put(kept, attempt=1)
+        await fill(self.trajectories, *groups)
+
+
+async def fill(trajectories: LocalTrajectories, *groups: int) -> None:
+    for group in groups:
+        kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
+        kept.trajectories.append(response([1], reward=1.0, version=0))
+        await trajectories.put(kept, attempt=1)
 
 
 @played
@@ -151,7 +133,7 @@ async def test_a_step_reports_figures_of_its_responses_unless_its_trainer_has_it
             batch.groups.clear()
             return {"accuracy": 7.0}
 
-    bench = Bench(Own())
+    bench = await Bench(Own()).open()
     await bench.fill(2, 4)
     await bench.answer(train())
     figures = {name: 0.0 if name.endswith("_share") else 1.0 for name in NAMES}
@@ -164,9 +146,9 @@ def train(step: int = 0, attempt: int = 1) -> TrainStep:
 
 
 @played
-async def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path: Path) -> None:
+async def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(checkpoints: Path) -> None:
     trainer = Scribe()
-    bench = Bench(trainer, tmp_path)
+    bench = await Bench(trainer, checkpoints).open()
     await bench.fill(2, 4)
     events = await bench.answer(
         ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
@@ -229,10 +211,9 @@ class Steady(SimpleTrainer):
 )
 @played
 async def test_what_a_trainer_progresses_in_a_call_is_reported_as_progress_of_its_order(
-    order: Command, tmp_path: Path
+    order: Command, checkpoints: Path
 ) -> None:
-    bench = Bench(trainer := Steady(), tmp_path, progress_every_s=0.0)
-    trainer.watch_progress(bench.progress.note)
+    bench = await Bench(trainer := Steady(), checkpoints, timeouts=AT_ONCE).open()
     await bench.fill(2, 4)
     bench.worker.carry_out(order)
     while isinstance(await bench.news(), OrderProgressed):
@@ -258,26 +239,18 @@ def test_a_trainer_that_starts_reports_progress_with_each_step_that_it_trains_ag
             return {}
 
     async def scene() -> None:
-        bench = Bench(SimpleTrainer())
-        await bench.fill(2, 4)
-        timeouts = Timeouts.every(None, start_s=100.0)
-        limits = Limits(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, timeouts=timeouts)
-        plan = Plan(
-            limits=limits, samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
-            make_trainer=Redoing, make_prompts=lambda: listed(["?"]), restore_trainer=lambda trainer, restore: None,
-        )  # fmt: skip
-        events: list[Event] = []
-        peers = Peers(
-            trajectories=bench.trajectories, weights=bench.weights, emit=events.append,
-            report=lambda step, figures: None, broken=bench.broken.append, ask_trainer=lambda steps: asyncio.sleep(0),
-        )  # fmt: skip
         redo = tuple(Redo(step=step, groups=(4, 2), staleness=(0, 0), reports=False) for step in (1, 2))
-        planned = PlannedTrainer(plan, 0, 2)
-        await planned.open(peers, Restore(steps=1, order=11, redo=redo))
-        assert events == [OrderProgressed(order=11)] * 4
+        plan = plan_of(
+            trainer=Redoing(), restore_trainer=lambda trainer, restore: None,
+            limits={"timeouts": Timeouts.every(None, start_s=100.0)},
+        )  # fmt: skip
+        bench = worker_bench.Bench(TrainerWorker, plan)
+        await fill(bench.trajectories, 2, 4)
+        await bench.worker.open(Restore(steps=1, order=11, redo=redo))
+        assert bench.events == [OrderProgressed(order=11)] * 4
         await asyncio.sleep(1000.0)
-        assert len(events) == 4, "it has started"
-        await planned.close()
+        assert len(bench.events) == 4, "it has started"
+        await bench.worker.close()
 
     loop = VirtualLoop()
     loop.run_until_complete(scene())
@@ -286,12 +259,7 @@ def test_a_trainer_that_starts_reports_progress_with_each_step_that_it_trains_ag
 
 @played
 async def test_a_scorer_gets_an_error_from_a_trainer_that_ends_before_it_has_started() -> None:
-    limits = Limits(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2)
-    plan = Plan(
-        limits=limits, samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
-        make_trainer=SimpleTrainer, make_prompts=lambda: listed(["?"]),
-    )  # fmt: skip
-    trainer = PlannedTrainer(plan, 0, 2)
+    trainer = worker_bench.Bench(TrainerWorker, plan_of()).worker
     asked = asyncio.create_task(trainer.hand_over(1))
     await asyncio.sleep(0)
     await trainer.close()
@@ -302,7 +270,7 @@ async def test_a_scorer_gets_an_error_from_a_trainer_that_ends_before_it_has_sta
 @played
 async def test_a_repeated_order_is_carried_out_once() -> None:
     trainer = Scribe()
-    bench = Bench(trainer)
+    bench = await Bench(trainer).open()
     await bench.fill(2, 4)
     await bench.answer(train(), train(attempt=2))
     bench.carry_out(train())
@@ -327,15 +295,15 @@ async def test_a_repeated_order_is_carried_out_once() -> None:
 )
 @played
 async def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
-    tmp_path: Path, call: str, command: Command, failed: type[Event], error: BaseException
+    checkpoints: Path, call: str, command: Command, failed: type[Event], error: BaseException
 ) -> None:
     trainer = Scribe(fails=call, error=error)
-    bench = Bench(trainer, tmp_path)
+    bench = await Bench(trainer, checkpoints).open()
     await bench.fill(2, 4)
     (event,) = await bench.answer(command)
     assert isinstance(event, failed)
     assert type(error).__name__ in event.reason and str(error) in event.reason
-    assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
+    assert list_checkpoints(checkpoints) == [], "nothing half written is visible"
     trainer.fails = ""
     assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
     await bench.worker.close()
@@ -364,7 +332,7 @@ async def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_ret
 
     seen: list[list[TrajectoryGroup]] = []
 
-    bench = Bench(Spoiler())
+    bench = await Bench(Spoiler()).open()
     for number in (4, 2):
         prompt = Prompt(row=number, text="?", fields={"answer": str(number)})
         trajectories = [response([1, 2], reward=1.0, version=0)]
@@ -381,7 +349,7 @@ async def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_ret
 
 @played
 async def test_a_batch_whose_groups_are_gone_fails_the_step() -> None:
-    bench = Bench(Scribe())
+    bench = await Bench(Scribe()).open()
     (failed,) = await bench.answer(train())
     assert "does not hold groups [4, 2]" in failed.reason
     await bench.worker.close()
@@ -449,7 +417,7 @@ async def test_a_metric_that_cannot_be_used_is_left_out_and_reported_once(
             return {name: value, "kept": 0.25}
 
     caplog.set_level("WARNING")
-    bench = Bench(Odd())
+    bench = await Bench(Odd()).open()
     await bench.fill(2, 4)
     assert await bench.answer(train(), train(step=1)) == [StepTrained(step=s, attempt=1) for s in (0, 1)]
     assert bench.figures == [(0, {"kept": 0.25}), (1, {"kept": 0.25})]
@@ -466,7 +434,7 @@ async def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCapt
             return given if batch.step else Unreadable()
 
     caplog.set_level("WARNING")
-    bench = Bench(Array())
+    bench = await Bench(Array()).open()
     await bench.fill(2, 4)
     await bench.answer(train(), train(step=1))
     (_, first), (_, second) = bench.figures
@@ -486,28 +454,28 @@ def delete(steps: int) -> DeleteCheckpoint:
 
 
 @played
-async def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(tmp_path: Path) -> None:
-    bench = Bench(Scribe(), tmp_path)
-    (tmp_path / ".step-000003.saving").mkdir()
-    (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
-    (tmp_path / ".step-000012-left-1").mkdir()
+async def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(checkpoints: Path) -> None:
+    bench = await Bench(Scribe(), checkpoints).open()
+    (checkpoints / ".step-000003.saving").mkdir()
+    (checkpoints / ".step-000003.saving" / "weights").write_text("half of them")
+    (checkpoints / ".step-000012-left-1").mkdir()
     await bench.answer(*(save(steps) for steps in (2, 4, 10)))
     assert await bench.answer(delete(2)) == [OrderDone(orders=(3,))]
-    left = sorted(path.name for path in tmp_path.iterdir())
+    left = sorted(path.name for path in checkpoints.iterdir())
     assert left == [".step-000012-left-1", "step-000004", "step-000010"]
     await bench.worker.close()
-    failing = Bench(Scribe(fails="save"), tmp_path)
+    failing = await Bench(Scribe(fails="save"), checkpoints).open()
     assert isinstance((await failing.answer(save(12)))[0], CheckpointFailed)
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert sorted(path.name for path in checkpoints.iterdir()) == left
     await failing.worker.close()
 
 
 @played
-async def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> None:
+async def test_a_checkpoint_of_an_earlier_life_is_written_again(checkpoints: Path) -> None:
     trainer = Scribe()
-    bench = Bench(trainer, tmp_path)
+    bench = await Bench(trainer, checkpoints).open()
     await bench.answer(save(10))
-    again = Bench(trainer, tmp_path)
+    again = await Bench(trainer, checkpoints).open()
     assert await again.answer(save(10)) == [CheckpointSaved(steps=10)]
     assert trainer.calls == ["save 10", "save 10"]
     await bench.worker.close()
@@ -515,37 +483,37 @@ async def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) 
 
 
 @played
-async def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(tmp_path: Path) -> None:
-    bench = Bench(Scribe(), tmp_path)
+async def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(checkpoints: Path) -> None:
+    bench = await Bench(Scribe(), checkpoints).open()
     await bench.answer(save(2))
-    half = tmp_path / ".step-000002.saving"
+    half = checkpoints / ".step-000002.saving"
     half.mkdir()
     (half / "weights").write_text("the rest of an earlier one")
     again = replace(delete(2), cause=1)
     assert await bench.answer(delete(2), again, delete(9)) == [OrderDone(orders=(n,)) for n in (1, 2, 3)]
-    assert list(tmp_path.iterdir()) == []
+    assert list(checkpoints.iterdir()) == []
     await bench.worker.close()
-    nowhere = Bench(Scribe())
+    nowhere = await Bench(Scribe()).open()
     assert await nowhere.answer(delete(2)) == [OrderDone(orders=(0,))]
     await nowhere.worker.close()
 
 
 @played
-async def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> None:
-    bench = Bench(Scribe(), tmp_path)
+async def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(checkpoints: Path) -> None:
+    bench = await Bench(Scribe(), checkpoints).open()
     answers = [CheckpointSaved(steps=2), OrderDone(orders=(1,)), CheckpointSaved(steps=4)]
     assert await bench.answer(save(2), delete(2), save(4)) == answers
-    assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
+    assert [steps for steps, _ in list_checkpoints(checkpoints)] == [4]
     await bench.worker.close()
 
 
 @played
 async def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoints: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
-    place = tmp_path / "checkpoints"
-    bench = Bench(Scribe(), place)
+    place = checkpoints / "checkpoints"
+    bench = await Bench(Scribe(), place).open()
     await bench.answer(save(2))
     (place / ".step-000002.saving").write_text("a file where the directory would have to go")
     assert await bench.answer(delete(2)) == [OrderDone(orders=(1,))]
@@ -561,7 +529,7 @@ async def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None
         def train(self, batch: Batch) -> dict[str, float]:
             return {"optimizer_steps": 4.0}
 
-    bench = Bench(Counting())
+    bench = await Bench(Counting()).open()
     await bench.fill(2, 4)
     assert await bench.answer(train()) == [StepTrained(step=0, attempt=1, updates=4)]
     await bench.worker.close()
@@ -601,13 +569,13 @@ async def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered(
         def train(self, batch: Any) -> Any:
             return result()
 
-    bench = Bench(Spoiled())
+    bench = await Bench(Spoiled()).open()
     await bench.fill(2, 4)
     bench.carry_out(train())
     bench.carry_out(PublishWeights(version=1, attempt=1, steps=1, cause=0))
-    while not ((bench.broken or bench.events) and bench.worker._orders.empty()):
+    while not ((bench.worker.broken or bench.events) and bench.worker._orders.empty()):
         await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert bench.broken == [reason]
+    assert bench.worker.broken == reason
     assert bench.events == [] and bench.weights.store.newest == 0, "spoiled weights are not published"
     await bench.worker.close()

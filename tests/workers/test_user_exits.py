@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from event_loops import played
+from worker_bench import Bench, plan_of
 
 from engine.commands import (
     Command,
@@ -27,19 +28,13 @@ from engine.protocols import Batch, Generated, GroupWork
 from engine.protocols.user_code import HangingCalls, awaited
 from engine.record.codec import CodecError
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
-from engine.runtime.prompt_sources import listed
-from engine.runtime.worker import Peers, PlannedTrainer
-from engine.states.limits import Limits
+from engine.states.limits import AddedState, Pool, ValidationLimits
 from engine.trajectory import Prompt, TrajectoryGroup
-from engine.workers.measurement import HeldOut
-from engine.workers.plan import Plan, Rollout
-from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
-from engine.workers.sample_keeper import HeldOutRow
 from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import StageWorker
 from engine.workers.trainer import TrainerWorker
+from engine.workers.worker import Worker
 
 PROMPT = Prompt(row=3, text="2 + 2")
 WHO = {"replica": 0, "incarnation": 1, "cause": 0}
@@ -56,39 +51,10 @@ EXITS = [SystemExit(3), KeyboardInterrupt("stop"), GeneratorExit("enough"), asyn
 exits = pytest.mark.parametrize("error", EXITS, ids=lambda error: type(error).__name__)
 
 
-def no_progress() -> SerialProgress:
-    """Nobody asks for it here."""
-    return SerialProgress(lambda order: 60.0, lambda event: None)
-
-
-class Stage:
-    """Events of any worker, awaited one by one."""
-
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[Event | str] = asyncio.Queue()
-        """And the reasons of broken workers."""
-        self.broken: list[str] = []
-        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
-
-    def replica(self, generator: Any, held_out: HeldOut | None = None) -> ReplicaWorker:
-        return ReplicaWorker(
-            replica=0, incarnation=1, generator=generator, samples=2, trajectories=self.trajectories,
-            weights=self.weights, emit=self.events.put_nowait, broken=self.break_it, held_out=held_out,
-            progress_every_s=lambda order: 60.0,
-        )  # fmt: skip
-
-    def trainer(self, trainer: Any) -> TrainerWorker:
-        return TrainerWorker(
-            trainer=trainer, trajectories=self.trajectories, weights=self.weights, emit=self.events.put_nowait,
-            report=lambda step, figures: None, broken=self.break_it, progress=no_progress(),
-        )  # fmt: skip
-
-    def break_it(self, reason: str) -> None:
-        self.broken.append(reason)
-        self.events.put_nowait(reason)
-
-    async def next(self) -> Any:
-        return await asyncio.wait_for(self.events.get(), 60)
+class Stage(Bench):
+    async def breaks(self) -> str:
+        """Wait until the worker is broken; returns why."""
+        return await asyncio.wait_for(self.worker.breakdown(), 60)
 
 
 @exits
@@ -101,14 +67,10 @@ async def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_re
         async def close(self) -> None:
             raise error
 
-    stage = Stage()
-    worker = stage.replica(Watched())
-    worker.join(slots=1)
-    await stage.next()
-    while not stage.broken:
-        await asyncio.sleep(0)
-    assert type(error).__name__ in stage.broken[0]
-    await worker.close()
+    stage = await Stage(ReplicaWorker, plan_of(Watched())).open()
+    stage.worker.join()
+    assert type(error).__name__ in await stage.breaks()
+    await stage.worker.close()
 
 
 @exits
@@ -118,13 +80,12 @@ async def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> 
         async def generate(self, work: GroupWork) -> Generated:
             raise error
 
-    stage = Stage()
-    evaluator = Leaving()
-    worker = stage.replica(evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator, rows=[HeldOutRow("", 0, 0, 1)]))
-    worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, number=0, **WHO))
-    failed = await stage.next()
+    plan = plan_of(Leaving(), held_out=[PROMPT], limits={"validation": ValidationLimits(rows=1)})
+    stage = await Stage(ReplicaWorker, plan).open()
+    stage.worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, number=0, **WHO))
+    failed = await stage.news()
     assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
-    await worker.close()
+    await stage.worker.close()
 
 
 @played
@@ -140,67 +101,40 @@ async def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker()
     async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
         return group
 
-    def emit(event: Event) -> None:
-        raise CodecError("it does not fit")
+    class Unable(Stage):
+        def take(self, event: Event) -> None:
+            raise CodecError("it does not fit")
 
-    stage = Stage()
-    group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
-    await stage.trajectories.put(group, attempt=1)
-    about: dict[str, Any] = {
-        "trajectories": stage.trajectories, "weights": stage.weights, "emit": emit, "broken": stage.break_it,
+    pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",)))
+    limits = {
+        "pools": pools, "scoring_tasks": ("ref_logprobs",), "added_states": (AddedState(name="judging", concurrency=1),)
     }  # fmt: skip
-    queue = {**about, "progress": no_progress()}
-    workers: list[tuple[Any, Command]] = [
-        (
-            TrainerWorker(trainer=Coming(), report=lambda *figures: None, **queue),
-            TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0),
-        ),
-        (
-            ScorerWorker(scorer=Coming(), ask=lambda steps: asyncio.sleep(0), **queue),
-            ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), number=0, cause=0),
-        ),
-        (
-            StageWorker(works={"judging": praise}, **about),
-            EnterState(group=0, attempt=1, state="judging", cause=0),
-        ),
-        (
-            ReplicaWorker(
-                replica=0,
-                incarnation=1,
-                generator=SimpleGenerator(),
-                samples=1,
-                progress_every_s=lambda order: 60.0,
-                **about,
-            ),
-            StageWeights(version=1, attempt=1, **WHO),
-        ),
+    plan = plan_of(trainer=Coming(), limits=limits, make_scorer=lambda tasks: Coming(), make_work=lambda name: praise)
+    orders: list[tuple[type[Worker], Command]] = [
+        (TrainerWorker, TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0)),
+        (ScorerWorker, ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), number=0, cause=0)),
+        (StageWorker, EnterState(group=0, attempt=1, state="judging", cause=0)),
+        (ReplicaWorker, StageWeights(version=1, attempt=1, **WHO)),
     ]
-    for worker, order in workers:
-        worker.carry_out(order)
-        assert await stage.next() == "a task of its worker failed: it does not fit"
-        await worker.close()
+    for kind, order in orders:
+        stage = await Unable(kind, plan).open()
+        group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
+        await stage.trajectories.put(group, attempt=1)
+        stage.worker.carry_out(order)
+        assert await stage.breaks() == "a task of its worker failed: it does not fit"
+        await stage.worker.close()
 
 
 @played
 async def test_an_order_that_cannot_be_started_breaks_its_worker() -> None:
-    stage = Stage()
-    plan = Plan(
-        limits=Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1), samples=1,
-        make_rollout=lambda replica: Rollout(generator=SimpleGenerator()), make_trainer=SimpleTrainer,
-        make_prompts=lambda: listed(["?"]),
-    )  # fmt: skip
-    peers = Peers(
-        trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
-        report=lambda step, figures: None, broken=stage.break_it, ask_trainer=lambda steps: asyncio.sleep(0),
-    )  # fmt: skip
-    worker = PlannedTrainer(plan, 0, 1)
-    worker.carry_out(StageWeights(version=1, attempt=1, **WHO))
-    await worker.open(peers)
+    stage = Stage(TrainerWorker, plan_of())
+    stage.worker.carry_out(StageWeights(version=1, attempt=1, **WHO))
+    await stage.open()
     why = "its worker cannot start StageWeights: the trainer cannot execute StageWeights"
-    assert await stage.next() == why
-    worker.carry_out(PauseReplica(version=1, mode="keep", attempt=1, **WHO))
-    assert await stage.next() == why.replace("StageWeights", "PauseReplica")
-    await worker.close()
+    assert await stage.breaks() == why
+    stage.worker.carry_out(PauseReplica(version=1, mode="keep", attempt=1, **WHO))
+    assert stage.worker.broken == why, "the first reason counts"
+    await stage.worker.close()
 
 
 @played
@@ -217,16 +151,17 @@ async def test_code_that_cancels_the_task_that_calls_it_breaks_its_worker() -> N
     class Sampler(SimpleGenerator):
         stage = cancel  # type: ignore[assignment]
 
-    stage = Stage()
-    stage.weights.store.put(1, "w")
-    trainer = stage.trainer(Learner())
-    trainer.carry_out(TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0))
-    assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
-    await trainer.close()
-    replica = stage.replica(Sampler())
-    replica.carry_out(StageWeights(version=1, attempt=1, **WHO))
-    assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
-    await replica.close()
+    plan = plan_of(Sampler(), Learner())
+    orders: list[tuple[type[Worker], Command]] = [
+        (TrainerWorker, TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0)),
+        (ReplicaWorker, StageWeights(version=1, attempt=1, **WHO)),
+    ]
+    for kind, order in orders:
+        stage = await Stage(kind, plan).open()
+        stage.weights.store.put(1, "w")
+        stage.worker.carry_out(order)
+        assert await stage.breaks() == "a task of its worker failed: CancelledError: canceled by other code"
+        await stage.worker.close()
 
 
 @exits

@@ -1,6 +1,6 @@
 """Implements the runtime's process port in one process: workers on the driver's event loop.
 
-Created by `run.LocalRun`. A user's blocking calls run on threads. A hung call cannot be killed: its incarnation is
+Created by `run.LocalRun`. A user's blocking calls run on threads. A hung call cannot be killed: its life is
 abandoned and the next one starts.
 """
 
@@ -13,10 +13,9 @@ from typing import Any
 from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
-from engine.runtime.process_port import ProcessEnd, ProcessHandle, SentOrder, Sign
+from engine.runtime.process_port import Life, ProcessEnd, SentOrder, Sign
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService, Waits, unpacked
-from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
-from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
+from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE
 from engine.storage.group_codec import plain_prompt
 from engine.storage.prefixes import Growth
 from engine.storage.trajectories import (
@@ -32,7 +31,11 @@ from engine.storage.trajectories import (
 from engine.storage.weights import Trained, WeightsStore
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.plan import Plan, Restore
-from engine.workers.trainer import Report
+from engine.workers.replica import ReplicaWorker
+from engine.workers.scorer import ScorerWorker
+from engine.workers.stage import StageWorker
+from engine.workers.trainer import TrainerWorker
+from engine.workers.worker import Peers, Worker
 
 # -- stores in memory --------------------------------------------------------------------------------------------------
 
@@ -102,52 +105,53 @@ CLOSE_S = 30.0
 """Seconds that a worker gets to close. Then its `close` is canceled."""
 
 
-class LocalProcess:
-    """One incarnation of a worker."""
+WORKERS: Mapping[str, type[Worker]] = {
+    kind.kind: kind for kind in (ReplicaWorker, TrainerWorker, ScorerWorker, StageWorker)
+}
+"""By kind of process."""
 
-    def __init__(
-        self, worker: PlannedWorker, peers: Callable[[Callable[[str], None], Waits], Peers], loading: asyncio.Lock
-    ) -> None:
-        """`loading`: held by the worker that loads; libraries that load models are rarely thread-safe."""
+
+class LocalProcess(Life):
+    """One life of a worker."""
+
+    def __init__(self, worker: Worker, waits: Waits, loading: asyncio.Lock) -> None:
+        """`waits`: whom its worker waits for. `loading`: held by the worker that loads; libraries that load models are
+        rarely thread-safe."""
+        super().__init__(worker.kind, worker.index, worker.incarnation)
         self._worker = worker
+        self._waits = waits
         self._loading = loading
-        self._waits = Waits()
-        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._peers = peers(self._break, self._waits)
         self._closing: asyncio.Task[None] | None = None
 
     async def bring_up(self, restore: Restore | None) -> None:
         async with self._loading:
             if self._closing is not None:
                 raise EngineError("the process was ended before it could load")
-            await self._worker.open(self._peers, restore)
+            await self._worker.open(restore)
 
     def join(self) -> None:
-        assert isinstance(self._worker, PlannedReplica)
+        assert isinstance(self._worker, ReplicaWorker)
         self._worker.join()
 
     def send(self, orders: Sequence[SentOrder]) -> None:
         for command, prompt in orders:
             self._worker.carry_out(command, prompt)
 
-    async def probe(self) -> Sign:
+    async def probe(self) -> Sign | None:
         """Always answers, because the worker shares this event loop."""
         return Sign(os.getpid(), self._waits.oldest)
 
     async def lost(self) -> ProcessEnd:
-        return ProcessEnd(await asyncio.shield(self._broken), self_reported=True)
-
-    async def stacks(self) -> str:
-        return ""
+        return ProcessEnd(await self._worker.breakdown(), self_reported=True)
 
     async def hand_over(self, steps: StepId) -> None:
-        assert isinstance(self._worker, PlannedTrainer)
+        assert isinstance(self._worker, TrainerWorker)
         await self._worker.hand_over(steps)
 
     async def close(self) -> None:
         await asyncio.shield(self._close())
 
-    def kill(self, *, hung: bool = False) -> Any:
+    def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
         """Close it. The next incarnation waits for that, because it may need the same resources."""
         if hung:
             self._worker.abandon()
@@ -163,44 +167,22 @@ class LocalProcess:
         _, unfinished = await asyncio.wait([closing], timeout=CLOSE_S)
         if unfinished:
             closing.cancel()
-            who = name_of(self._worker.kind, self._worker.index)
-            log.warning("%s did not close within %g s, so its close is canceled", who, CLOSE_S)
-
-    def _break(self, reason: str) -> None:
-        if not self._broken.done():
-            self._broken.set_result(reason)
+            log.warning("%s did not close within %g s, so its close is canceled", self._worker.name, CLOSE_S)
 
 
-class LocalStore:
+class LocalStore(Life):
     """The trajectory store of this process. It is lost when it can no longer store data."""
 
-    def __init__(self, store: TrajectoryService | LocalTrajectories) -> None:
+    def __init__(self, kind: str, store: TrajectoryService | LocalTrajectories) -> None:
+        super().__init__(kind, 0, 0)
         self._store = store
-
-    async def bring_up(self, restore: Restore | None) -> None: ...
-
-    def join(self) -> None: ...
-
-    def send(self, orders: Sequence[SentOrder]) -> None: ...
-
-    async def probe(self) -> Sign:
-        return Sign(os.getpid())
 
     async def lost(self) -> ProcessEnd:
         return ProcessEnd(await self._store.alive(), self_reported=True)
 
-    async def stacks(self) -> str:
-        return ""
-
-    async def hand_over(self, steps: StepId) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def kill(self, *, hung: bool = False) -> None: ...
-
 
 class LocalProcesses:
-    """Makes incarnations in this process."""
+    """Makes lives in this process."""
 
     goodbye_s: float = CLOSE_S
     look_again_s: float | None = None
@@ -211,10 +193,10 @@ class LocalProcesses:
         store: TrajectoryService | LocalTrajectories,
         weights: LocalWeights,
         emit: Callable[[Event], None],
-        report: Report,
+        report: Callable[[StepId, Mapping[str, Any]], None],
         can_make: Callable[[ReplicaId], bool],
     ) -> None:
-        """`can_make`: whether another incarnation of a replica can be made."""
+        """`can_make`: whether another life of a replica can be made."""
         self._plan = plan
         self._store = store
         self._weights = weights
@@ -225,7 +207,8 @@ class LocalProcesses:
         self._loading = asyncio.Lock()
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> LocalProcess:
-        made = LocalProcess(WORKERS[kind](self._plan, index, incarnation), self._peers, self._loading)
+        waits = Waits()
+        made = LocalProcess(WORKERS[kind](self._plan, index, incarnation, self._peers(waits)), waits, self._loading)
         if kind == TRAINER:
             self._trainer = made
         return made
@@ -237,8 +220,8 @@ class LocalProcesses:
         if isinstance(self._store, TrajectoryService):
             plain_prompt(prompt)
 
-    def services(self) -> Mapping[str, ProcessHandle]:
-        return {TRAJECTORY_STORE: LocalStore(self._store)}
+    def services(self) -> Mapping[str, Life]:
+        return {TRAJECTORY_STORE: LocalStore(TRAJECTORY_STORE, self._store)}
 
     async def room(self) -> int:
         return len(self._plan.lives())
@@ -249,7 +232,7 @@ class LocalProcesses:
     async def published(self) -> Version:
         return self._weights.store.newest
 
-    def _peers(self, broken: Callable[[str], None], waits: Waits) -> Peers:
+    def _peers(self, waits: Waits) -> Peers:
         async def ask_trainer(steps: StepId) -> None:
             assert self._trainer is not None
             with waits.on(TRAINER):
@@ -260,7 +243,6 @@ class LocalProcesses:
             weights=self._weights,
             emit=self._emit,
             report=self._report,
-            broken=broken,
             ask_trainer=ask_trainer,
         )
 

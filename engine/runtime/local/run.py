@@ -43,7 +43,7 @@ from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
 from engine.workers.plan import Plan, Restore, Rollout, Work
 from engine.workers.threads import contained
-from engine.workers.worker_tasks import end_tasks
+from engine.workers.worker import end_tasks
 
 log = logging.getLogger(__name__)
 
