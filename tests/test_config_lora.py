@@ -33,44 +33,6 @@ def test_the_section_is_the_trainers_settings() -> None:
     assert made({"target_modules": "all-linear"}).trainer == made({}).trainer
 
 
-@pytest.mark.parametrize(
-    ("lora", "field", "says"),
-    [
-        ({"rank": 0}, "rank", "must be a whole number, at least 1"),
-        ({"rank": -4}, "rank", "must be a whole number, at least 1"),
-        ({"alpha": 0}, "alpha", "must be a number, above 0"),
-        ({"dropout": 0.1}, "dropout", "with dropout, the sampler's log-probs differ"),
-        ({"target_modules": [3]}, "target_modules", "trainer.lora.target_modules.0 is 3, but must be text"),
-        ({"target_modules": []}, "target_modules", "names no layer"),
-        ({"ranks": 4}, "ranks", "did you mean trainer.lora.rank?"),
-        (3, "", "a section with the keys rank, alpha, target_modules, dropout"),
-    ],
-)
-def test_an_invalid_lora_section_is_refused_with_the_allowed_values(lora: Any, field: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        made(lora)
-    assert str(caught.value.details["field"]).startswith(f"trainer.lora.{field}".rstrip("."))
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        ({"rollout": {"backend": "vllm", "transport": "vllm"}}, "rollout.transport is vllm: sends whole models"),
-        ({"rollout": {"backend": "vllm", "engine_args": {"enable_lora": True}}}, "trainer.lora sets it"),
-        ({"rollout": {"backend": "vllm"}, "trainer": {"lora": {"rank": 513}}}, "highest rank that vLLM takes"),
-        (
-            {"rollout": {"backend": "openai", "urls": ["http://a:1"], "weights_dir": "w"}},
-            "rollout.sync_mode is keep: a request on a server ends with the adapter it began with",
-        ),
-    ],
-)  # fmt: skip
-def test_what_it_cannot_go_with_is_refused_by_name(sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        made(sections.get("trainer", {}).get("lora", {}), **sections)
-    assert says in str(caught.value).replace("'", "")
-
-
 def test_a_resume_cannot_change_it(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({**MADE, "trainer": {"lora": {"rank": 8}}}))

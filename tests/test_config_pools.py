@@ -8,7 +8,6 @@ from engine.config import pools as pools_module
 from engine.config.check import check_config
 from engine.config.loading import parse_config
 from engine.config.pools import surprises, threads_of_scorers
-from engine.errors import ConfigError
 from engine.states.limits import AddedState, Pool
 
 SCORES = {"kl_loss_coef": 0.1, "old_policy": "proximal", "epochs_per_batch": 2}
@@ -153,53 +152,6 @@ def test_replicas_that_keep_their_memory_while_others_have_the_pool_are_noted(
     others = [] if "train" in tasks else [pool("train")]
     made = config(pool(*tasks), *others, rollout={"backend": backend, "engine_args": arguments})
     assert any("without enable_sleep_mode" in note for note in surprises(made)) == noted
-
-
-@pytest.mark.parametrize(
-    ("pools", "sections", "words"),
-    [
-        ([pool("rolout"), pool("train")], {}, r"pools\.0\.tasks 'rolout' is not a task; .*; did you mean rollout"),
-        ([pool("rollout"), pool("train", "train")], {}, r"pools\.1\.tasks.*names a task twice.*\['train'\]"),
-        ([pool("rollout", "train"), pool("train")], {}, r"pools\.1\.tasks.*train is in pools\.0 already"),
-        ([pool("rollout")], {}, r"train is in no pool"),
-        ([pool("train")], {}, r"rollout is in no pool"),
-        ([pool("rollout"), pool("train", "reward")], {}, r"pools\.1\.tasks.*reward must share a pool with rollout"),
-        ([pool("rollout"), pool("train", "validation")], {}, r"pools\.1\.tasks.*validation must share a pool"),
-        ([pool("rollout", share=0.5), pool("train", share=0.4)], {}, r"add up to 1, not to 0\.9.*0\.5556, 0\.4444"),
-        ([pool("rollout", share=0.5), pool("train")], {}, r"pools\.1\.share.*give every pool a share"),
-        ([pool("rollout"), pool("train", replicas=2)], {}, r"pools\.1\.replicas is 2: only a pool with rollout"),
-        ([pool("rollout", replicas=3), pool("train")], {}, r"rollout\.replicas is 2.*add up to 3.*use 3"),
-        ([pool("rollout"), pool("rollout", "train")], {}, r"pools\.0\.replicas.*if 2 pools share.*for example 1"),
-        ([pool("rollout"), pool("train", slots=4)], {}, r"pools\.1\.slots is 4: only a pool with reward alone"),
-        (
-            [pool("rollout"), pool("train"), pool("validation")], {"validation": {"placement": "shared"}},
-            r"validation\.placement is 'shared'.*use own",
-        ),
-        (
-            [pool("rollout"), pool("train"), pool("validation", replicas=2)], {"validation": {"replicas": 3}},
-            r"validation\.replicas is 3.*use 2",
-        ),
-        (
-            [pool("rollout"), pool("train"), pool("validation")],
-            {"validation": {"at_start": False, "at_end": False}},
-            r"pools\.2\.tasks.*never validates",
-        ),
-        (
-            [pool("rollout", "train")], {"scheduler": {"train_after_sync": True}},
-            r"scheduler\.train_after_sync is True.*pools\.0 sleep.*false",
-        ),
-        (
-            [pool("rollout"), pool("train"), pool("reward")],
-            {"model": {"path": "m"}, "data": {"path": "d"}, "agent": {"rollout": "agents:play"}},
-            r"pools\.2\.tasks.*the agents or the environment compute the reward",
-        ),
-        ([pool("rollout", size=2), pool("train")], {}, r"pools\.0\.size.*unknown key"),
-        ([{"share": 1.0}], {}, r"pools\.0\.tasks.*required"),
-    ],
-)  # fmt: skip
-def test_what_makes_no_run_is_refused_with_its_law(pools: list[Any], sections: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){words}"):
-        config(*pools, **sections)
 
 
 def test_scheduler_options_of_the_published_modes_are_passed_on() -> None:

@@ -47,31 +47,6 @@ def test_nothing_is_measured_where_there_is_no_time_or_nothing_held_out() -> Non
     assert parse_config(OWN_MODEL).limits.validation is not None
 
 
-@pytest.mark.parametrize(
-    ("sections", "field", "fix"),
-    [
-        ({"validation": {"replicas": 4}}, "validation.replicas", "use 3"),
-        ({**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"every": 2}}, "validation.every", "or use 0"),
-        ({**OWN_MODEL, "reward": {}, "validation": {"at_start": True}}, "reward.function", "set it"),
-        (
-            {
-                "rollout": {"backend": "openai", "urls": ["http://127.0.0.1:1"], "weights_dir": "/tmp"},
-                "validation": {"placement": "own"},
-            },
-            "validation.placement",
-            "use shared",
-        ),
-        ({"validation": {"conflict": "wait"}}, "validation.conflict", ""),
-        ({"validation": {"every": -1}}, "validation.every", ""),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(sections: dict[str, Any], field: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(**sections)
-    assert field in str(caught.value)
-    assert fix in str(caught.value)
-
-
 def test_a_check_says_that_one_replica_is_kept_from_new_weights() -> None:
     alone = config(rollout={"replicas": 1}, validation={"every": 2})
     assert any("validation.conflict hold" in line for line in check_config(alone))
@@ -122,57 +97,6 @@ def test_paths_of_sets_are_relative_to_the_file(tmp_path: Path) -> None:
     text = "model: {make: arithmetic}\nvalidation: {sets: [{name: b, path: b.jsonl}]}\n"
     (tmp_path / "run.yaml").write_text(text)
     assert load_config(tmp_path / "run.yaml").validation.sets[0].path == str(tmp_path / "b.jsonl")
-
-
-KEEPS = {"checkpoint_every": 5, "keep_best": {"metric": "b/pass@4"}}
-
-
-@pytest.mark.parametrize(
-    ("sections", "field", "fix"),
-    [
-        ({"validation": {"sets": [{"name": "a"}, {"name": "a"}]}}, "validation.sets.1.name", "another name"),
-        ({"validation": {"sets": [{"name": "accuracy"}]}}, "validation.sets.0.name", "another name"),
-        ({"validation": {"sets": [{"name": "A/B"}]}}, "validation.sets.0.name", ""),
-        ({"validation": {"sets": [{"name": "a", "k": [2]}]}}, "validation.sets.0.k", "use at most 1"),
-        (
-            {"validation": {"sets": [{"name": "a", "samples_per_prompt": 3, "k": [2, 2]}]}},
-            "validation.sets.0.k", "name each once",
-        ),
-        (
-            {"validation": {"sets": [{"name": "a", "samples_per_prompt": 3, "temperature": 0.0}]}},
-            "validation.sets.0.temperature", "use 1.0",
-        ),
-        (
-            {"rollout": {"context": 300}, "validation": {"sets": [{"name": "a", "max_tokens": 300}]}},
-            "validation.sets.0.max_tokens", "use at most 299",
-        ),
-        ({"validation": {"sets": [{"name": "a", "answer": "numbre"}]}}, "validation.sets.0.answer", ""),
-        (
-            {**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"sets": SETS}},
-            "validation.sets.0.path", "set it to a file",
-        ),
-        (
-            {"trainer": KEEPS | {"keep_best": {"metric": "b/pass@3"}}, "validation": {"every": 5, "sets": SETS}},
-            "trainer.keep_best.metric", "did you mean b/pass@4?",
-        ),
-        ({"trainer": {"keep_best": {"metric": "x"}, "checkpoint_every": 0}}, "trainer.keep_best.metric", "above"),
-        ({"trainer": KEEPS, "validation": {"sets": SETS}}, "validation.every", "use 5"),
-        ({"trainer": KEEPS, "validation": {"every": 7, "sets": SETS}}, "validation.every", "use 5"),
-        (
-            {
-                "agent": {"function": "my:agent"},
-                "rollout": {"backend": "vllm"},
-                "validation": {"sets": SETS},
-            },
-            "validation.sets", "the same sampling",
-        ),
-    ],
-)  # fmt: skip
-def test_sets_and_best_checkpoints_that_cannot_be_are_refused(sections: dict[str, Any], field: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(**sections)
-    assert field in str(caught.value), caught.value
-    assert fix in str(caught.value)
 
 
 def test_the_files_and_functions_of_sets_are_checked(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from engine.states.orders import RELATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ROOT / "engine"
+pytestmark = pytest.mark.xdist_group("house")  # one process reads the sources
 
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
@@ -626,8 +627,7 @@ def fixed_parts(message: str) -> list[str]:
 
 def texts_of_the_engine() -> str:
     """Every text in the code of engine/, without docstrings, a line each. Parts of an f-string are texts, too."""
-    trees = [ast.parse(path.read_text("utf-8")) for path in sorted((ROOT / "engine").rglob("*.py"))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for source in sources() for node in ast.walk(source.tree)]
     docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return "\n".join(str(node.value) for node in texts if id(node) not in docs)

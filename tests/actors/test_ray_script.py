@@ -50,15 +50,21 @@ rewards = sorted({row["reward"] for row in run.samples()})
 measured = [*run.metrics["loss_trained"]]
 print(json.dumps([run.outcome, str(run.run_dir), str(run.model_path), len(run.metrics), rewards, measured]))
 """
+PROGRAM = """
+import sys
+from runpy import run_path
+from forked_workers import MODEL, forked_workers
+with forked_workers(*MODEL):
+    run_path(sys.argv.pop(1), run_name="__main__")
+"""
 
 
 def test_a_script_trains_and_resumes_with_its_own_reward_and_loss(tmp_path: Path) -> None:
     model = save_chat_model(tmp_path / "model", "chatml", context=64)
     (tmp_path / "script.py").write_text(SCRIPT)
-    clean = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "script.py", model], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
-    )
+    clean = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", PROGRAM, "script.py", model]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     *shown, result = done.stdout.strip().splitlines()
     outcome, run_dir, checkpoint, steps, rewards, measured = json.loads(result)
