@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,7 +105,8 @@ class RunningCalls:
     SIZE = 1000
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._running: Counter[str] = Counter()
+        """Number of calls by function."""
         self._file = -1
         self._lock = Lock()
 
@@ -116,20 +118,23 @@ class RunningCalls:
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Context manager around a call of a function."""
-        self._change(self._names.append, name)
+        with self._lock:
+            self._running[name] += 1
+            if self._running[name] == 1:
+                self._write()
         try:
             yield
         finally:
-            self._change(self._names.remove, name)
+            with self._lock:
+                self._running[name] -= 1
+                if not self._running[name]:
+                    del self._running[name]
+                    self._write()
 
-    def _change(self, change: Callable[[str], None], name: str) -> None:
-        with self._lock:
-            before = {*self._names}
-            change(name)
-            if self._file >= 0 and {*self._names} != before:
-                text = ", ".join(dict.fromkeys(self._names)).encode()[: self.SIZE]
-                with suppress(OSError):
-                    os.pwrite(self._file, text.ljust(self.SIZE), 0)
+    def _write(self) -> None:
+        if self._file >= 0:
+            with suppress(OSError):
+                os.pwrite(self._file, ", ".join(self._running).encode()[: self.SIZE].ljust(self.SIZE), 0)
 
 
 CALLS = RunningCalls()

@@ -1,4 +1,4 @@
-"""Rewards of finished groups: calls the user's functions, each call on a new thread.
+"""Rewards of finished groups: calls the user's functions, each call on a thread of its own.
 
 The generators of this package and the state that scores groups use it. It must never block the event loop, never let a
 call that hangs delay other calls or the end of the process, and never lose the outcome of a call.
@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
 from engine.protocols import CallFigures
+from engine.protocols.call_threads import CallThreads
 from engine.protocols.user_code import CALLS, HangingCalls, stack_of
 from engine.protocols.user_values import ResultFailure
 from engine.rollout.reward_parts import RewardPart, RewardParts
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 Reward = Callable[[Prompt, Trajectory], float]
 
+THREADS = CallThreads("reward")
 CALLS_AT_ONCE = 4
 """Number of concurrent calls of a function that sets none."""
 
@@ -114,7 +116,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class ScoringCall:
-    """One call of the reward, from the start of its thread to its return."""
+    """One call of the reward, from its thread to its return."""
 
     requests: list[Request]
     started_at: float
@@ -134,7 +136,7 @@ class Waiting:
 
 
 class RewardCalls:
-    """Calls one reward function, at most `threads` calls at a time. The clock of a call starts when its thread starts.
+    """Calls one reward function, at most `threads` calls at a time. The clock of a call starts when it gets a thread.
 
     A call that exceeds `timeout_s` has failed and no longer counts towards `threads`. Its thread runs until it returns,
     and counts in `hanging`. Requests of the form `batch` that wait at the same time share a call.
@@ -254,15 +256,17 @@ class RewardCalls:
         prompts = [request.prompt for request in requests for _ in request.trajectories]
         trajectories = [trajectory for request in requests for trajectory in request.trajectories]
 
-        def run() -> None:
+        def judge() -> Outcome:
             noted = contextlib.nullcontext() if self._part.limits_itself else CALLS.of(self._part.who)
             try:
                 with noted:
-                    outcome: Outcome = call_part(self._part, prompts, trajectories, self._timeout_s)
+                    return call_part(self._part, prompts, trajectories, self._timeout_s)
             except Overdue:
-                outcome = None
+                return None
             except BaseException as error:  # `SystemExit` also fails only this call
-                outcome = error
+                return error
+
+        def returned(outcome: Outcome) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(self._returned, call, outcome)
 
@@ -270,9 +274,8 @@ class RewardCalls:
             request.begun = True
             request.group.begun += 1
             request.group.progress()
-        thread = Thread(target=run, name="reward", daemon=True)
         try:
-            thread.start()
+            thread = THREADS.run(judge, returned)
         except BaseException as error:
             self._end(call, error)
             return

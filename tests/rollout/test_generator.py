@@ -15,7 +15,7 @@ import torch
 from backends import CONTEXT, build, build_torch, until_sampled
 
 from engine.errors import DataFailure, EngineError
-from engine.protocols import Generated, GroupWork
+from engine.protocols import Generated, GroupWork, call_threads
 from engine.protocols.user_code import MOST_HANGING, HangingCalls
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.generator import TRAINING, ModelGenerator, Way
@@ -377,11 +377,21 @@ def test_too_many_rewards_that_never_return_are_the_end_of_the_replica_by_name()
         leave.set()
 
 
+class Returning(HangingCalls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned = asyncio.Semaphore(0)
+
+    def remove(self) -> None:
+        super().remove()
+        self.returned.release()
+
+
 def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
     leave = threading.Semaphore(0)
 
     async def scene() -> None:
-        hanging = HangingCalls()
+        hanging = Returning()
         rewards = RewardCalls(
             RewardPart(function=lambda *_: float(leave.acquire())), threads=1, timeout_s=0.001, hanging=hanging
         )
@@ -389,16 +399,35 @@ def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
             with pytest.raises(DataFailure, match="took longer"):
                 await rewards.score(Prompt(row=1, text=""), [Trajectory(prompt_ids=[1])], Waiting(lambda: None))
             leave.release()
-            for thread in threading.enumerate():
-                if thread.name == "reward":
-                    thread.join(30)
-            await asyncio.sleep(0)
+            await asyncio.wait_for(hanging.returned.acquire(), 30)
         assert not hanging.story
 
     try:
         asyncio.run(scene())
     finally:
         leave.release(MOST_HANGING + 1)
+
+
+def test_calls_one_after_another_share_a_thread() -> None:
+    threads: list[threading.Thread] = []
+
+    def judge(prompt: Prompt, trajectory: Trajectory) -> float:
+        threads.append(threading.current_thread())
+        return 0.0
+
+    async def scene() -> None:
+        rewards = RewardCalls(RewardPart(function=judge), threads=1, timeout_s=None, hanging=HangingCalls())
+        await rewards.score(Prompt(row=1, text=""), [Trajectory(prompt_ids=[1])] * 2, Waiting(lambda: None))
+
+    asyncio.run(scene())
+    assert threads[0] is threads[1]
+
+
+def test_an_idle_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_threads, "IDLE_S", 0.001)
+    thread = call_threads.CallThreads("idle").run(lambda: None, lambda value: None)
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
