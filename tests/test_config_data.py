@@ -141,26 +141,6 @@ def test_what_the_template_cannot_take_is_refused_by_check_and_at_the_start(
         plan_of(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (
-            {"chat": "never", "system_prompt": "a"},
-            r"data\.system_prompt.*needs the chat template.*use data\.chat: auto",
-        ),
-        ({"chat": "never", "chat_template_kwargs": {"a": 1}}, r"data\.chat_template_kwargs.*needs the chat template"),
-        (
-            {"chat_template_kwargs": {"tools": []}},
-            "data.chat_template_kwargs.*'tools' is set by the engine.*column tools",
-        ),
-        ({"chat": "always"}, r"data\.chat is 'always', but must be auto or never"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, data: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        configured("some/model", tmp_path, data=data)
-
-
 def test_a_response_ends_with_the_turn(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     known = tokenizer.get_vocab()

@@ -149,8 +149,6 @@ def test_check_plays_a_turn_and_reads_the_second_one(
         ({"arguments": {"fault": "no server"}}, "on prompt row 0: reset raised ValueError: no server"),
         ({"tool_parser": f"{__name__}:missing"}, f"module '{__name__}' has no attribute 'missing'"),
         ({"tool_parser": "hermse"}, "environment.tool_parser"),
-        ({"max_turns": 0}, "environment.max_turns is 0, but must be a whole number, at least 1"),
-        ({"timeout_s": 0}, "environment.timeout_s is 0"),
     ],
 )
 def test_an_environment_that_cannot_play_is_refused_before_the_run(
@@ -164,18 +162,6 @@ def test_an_environment_that_cannot_play_is_refused_before_the_run(
 def test_an_environment_needs_a_chat_template(models: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no chat template: messages cannot be rendered"):
         list(check_inputs(configured(tmp_path, models["base"])))
-
-
-def test_an_environment_and_an_agent_are_refused_together(models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"environment.class_name is .*: agent.rollout is set too"):
-        configured(tmp_path, models["chatml"], agent={"rollout": "agents:play"})
-
-
-def test_a_made_model_without_its_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"set environment.class_name: engine.environments.lookup:Lookup"):
-        parse_config({"model": {"make": "lookup"}, "run": {"max_steps": 1}})
-    with pytest.raises(ConfigError, match=r"model.lookup.haste is 0.9, but must be at most 0.85"):
-        parse_config({"model": {"make": "lookup", "lookup": {"haste": 0.9}}})
 
 
 def test_a_parser_of_ones_own_is_used(models: dict[str, str], tmp_path: Path) -> None:

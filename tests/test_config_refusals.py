@@ -13,6 +13,9 @@ from engine.config import load_config
 from engine.errors import ConfigError
 
 SHORT = {
+    "SOURCES": "MINE, data: {sources: [{name: math, path: a}, {name: code, path: b}]",
+    "MATH": "MINE, data: {sources: [{name: math, path: a}",
+    "MINE": "model: {path: m}, reward: {function: mine:score}",
     "OWN": "DATA, reward: {function: mine:score}",
     "DATA": "model: {path: m}, data: {path: d}",
     "SERVED": "backend: openai, urls: [http://a:1, http://b:1/v1], weights_dir: /w",
@@ -94,6 +97,49 @@ DATA, reward: {functions: [{name: one, function: mine:score, weight: .nan}]} | r
 DATA, reward: {functions: [{name: one, function: mine}]} | reward.functions.0.function | module:function
 DATA, reward: {functions: [{name: one, function: mine:score, wieght: 1}]} | reward.functions.0.wieght | weight
 DATA, reward: {functions: []} | reward.function | required with model.path
+# sources of data
+MATH, {name: code, path: b, weight: 0}]} | data.sources.1.weight | is 0, but must be a number, above 0
+MATH, {name: code, path: b, weight: -1.0}]} | data.sources.1.weight | is -1.0, but must be a number
+MATH, {name: code, path: b, weight: .nan}]} | data.sources.1.weight | is nan, but must be a number
+MATH, {name: code, path: b, weight: 2}]} | data.sources.0.weight | is not set … 'math' has no weight, but … 'code'
+MATH, {name: math, path: b}]} | data.sources.1.name | is 'math', but must be unique
+MATH, {name: code, path: b, pass_rate: {column: rate}}]} | data.sources.1.pass_rate | min and max are both null
+MATH, {name: code, path: b, pass_rate: {min: 1, max: 0}}]}
+    | data.sources.1.pass_rate.min | is 1 … must be at most max = 0
+MATH, {name: code, path: b, columns: {a: prompt, b: prompt}}]}
+    | data.sources.1.columns | gives two columns the name 'prompt'
+MATH, {name: code, path: b, wieght: 1}]} | data.sources.1.wieght | unknown key
+SOURCES, path: a} | data.path | cannot be set together with data.sources
+SOURCES, curriculum: {stages: [{weights: {maths: 1}}]}}
+    | data.curriculum.stages.0.weights | 'maths' is not the name of a source; use one of math, code; did you mean math?
+SOURCES, curriculum: {stages: [{weights: {math: 0}}]}} | data.curriculum.stages.0.weights | are all 0
+SOURCES, curriculum: {stages: [{weights: {math: 1}}, {weights: {code: 1}}]}}
+    | data.curriculum.stages.0.until | is not set: is required: only the last stage has no end; set it to a number of
+SOURCES, curriculum: {stages: [{weights: {math: 1}, until: 3}]}}
+    | data.curriculum.stages.0.until | is 3 … must be null
+SOURCES, curriculum: {stages: [{weights: {math: 1}, until: 3}, {weights: {code: 1}, until: 3}, {weights: {math: 1}}]}}
+    | data.curriculum.stages.1.until | is 3 … must be a whole number of train steps above 3
+MINE, data: {sources: [{name: math, path: a, weight: 1}], curriculum: {stages: [{weights: {math: 1}}]}}
+    | data.sources.0.weight | curriculum
+OWN, data: {path: d, curriculum: {stages: [{weights: {math: 1}}]}} | data.curriculum | needs data.sour
+# chat templates
+MINE, data: {path: d, chat: never, system_prompt: a}
+    | data.system_prompt | needs the chat template … use data.chat: auto
+MINE, data: {path: d, chat: never, chat_template_kwargs: {a: 1}}
+    | data.chat_template_kwargs | needs the chat template
+MINE, data: {path: d, chat_template_kwargs: {tools: []}}
+    | data.chat_template_kwargs | 'tools' is set by the engine … column tools
+# environments and made models
+DATA, environment: {class_name: a:B}, agent: {rollout: a:play} | environment.class_name | agent.rollout is set too
+DATA, environment: {class_name: a:B, max_turns: 0} | environment.max_turns | is 0, but must be a whole number
+DATA, environment: {class_name: a:B, timeout_s: 0} | environment.timeout_s | is 0
+model: {make: lookup} | environment.class_name | engine.environments.lookup:Lookup
+model: {make: lookup, lookup: {haste: 0.9}} | model.lookup.haste | is 0.9, but must be at most 0.85
+data: {path: a} | data.path | model.make arithmetic builds its own model, data and reward
+data: {validation_path: a} | data.validation_path | builds its own model, data and reward
+data: {system_prompt: a} | data.system_prompt | builds its own model, data and reward
+reward: {function: a:b} | reward.function | builds its own model, data and reward
+reward: {functions: [{name: a, function: a:b}]} | reward.functions | builds its own model, data and reward
 # masks of the loss
 trainer: {masks: 3}
     | trainer.masks | must be a list of at most 12, each a section with the keys measure, arguments, low, high

@@ -47,56 +47,6 @@ def changed(made: dict[str, dict[str, Any]], index: int, **fields: Any) -> dict[
 
 
 STAGES = [{"weights": {"math": 1.0}, "until": 3}, {"weights": {"math": 1, "code": 1}}]
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "zero": ({"weight": 0}, {}, r"data\.sources\.1\.weight is 0, but must be a number, above 0"),
-    "negative": ({"weight": -1.0}, {}, r"data\.sources\.1\.weight is -1\.0, but must be a number"),
-    "not a number": ({"weight": float("nan")}, {}, r"data\.sources\.1\.weight is nan, but must be a number"),
-    "some weights": ({"weight": 2.0}, {}, r"data\.sources\.0\.weight is not set.*'math' has no weight, but .*'code'"),
-    "name twice": ({"name": "math"}, {}, r"data\.sources\.1\.name is 'math', but must be unique"),
-    "no bounds": ({"pass_rate": {"column": "rate"}}, {}, r"data\.sources\.1\.pass_rate.*min and max are both null"),
-    "crossed": ({"pass_rate": {"min": 1, "max": 0}}, {}, r"pass_rate\.min is 1.*must be at most max = 0"),
-    "renamed twice": ({"columns": {"a": "prompt", "b": "prompt"}}, {}, r"gives two columns the name 'prompt'"),
-    "unknown key": ({"wieght": 1.0}, {}, r"data\.sources\.1\.wieght.*unknown key"),
-    "path too": ({}, {"path": "a.jsonl"}, r"data\.path .*cannot be set together with data\.sources"),
-    "no source": (
-        {},
-        {"curriculum": {"stages": [{"weights": {"maths": 1.0}}]}},
-        r"stages\.0\.weights 'maths' is not the name of a source; use one of math, code; did you mean math\?",
-    ),
-    "no weight": ({}, {"curriculum": {"stages": [{"weights": {"math": 0.0}}]}}, r"stages\.0\.weights.* are all 0"),
-    "no end": (
-        {},
-        {"curriculum": {"stages": [STAGES[1], STAGES[1]]}},
-        r"stages\.0\.until is not set: is required: only the last stage has no end; set it to a number of train steps",
-    ),
-    "last end": ({}, {"curriculum": {"stages": [STAGES[0]]}}, r"stages\.0\.until is 3.*must be null"),
-    "order": (
-        {},
-        {"curriculum": {"stages": [STAGES[0], STAGES[0], STAGES[1]]}},
-        r"stages\.1\.until is 3.*must be a whole number of train steps above 3",
-    ),
-    "both weights": (
-        {"weight": 1.0},
-        {"curriculum": {"stages": STAGES}},
-        r"data\.sources\.[01]\.weight",
-    ),
-    "alone": (
-        {},
-        {"sources": [], "path": "a", "curriculum": {"stages": STAGES}},
-        r"data\.curriculum.*needs data\.sour",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, case: str) -> None:
-    source, data, said = REFUSED[case]
-    made = tree("some/model", tmp_path)
-    made["data"] |= data
-    with pytest.raises(ConfigError, match=said):
-        parse_config(changed(made, 1, **source) if made["data"]["sources"] else made)
-
-
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "line": ('{"prompt": "a"}\n{"prompt": ', {}, r"data\.sources\.code .*code\.jsonl'.*line 2 cannot be read as JSON"),
     "field": (

@@ -227,23 +227,6 @@ def test_what_a_run_would_fail_of_is_refused_by_name(models: dict[str, str], cap
         assert word in said, (word, said)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("data.path", "a.jsonl"),
-        ("data.validation_path", "a.jsonl"),
-        ("data.system_prompt", "a"),
-        ("reward.function", "a:b"),
-        ("reward.functions", "[{name: a, function: a:b}]"),
-    ],
-)
-def test_what_a_made_model_would_ignore_is_refused(capsys: Capture, field: str, value: str) -> None:
-    Path("made.yaml").write_text("model: {make: arithmetic}\n")
-    assert cli.main(["check", "made.yaml", "--set", f"{field}={value}"]) == 2
-    said = capsys.readouterr().err
-    assert field in said and "model.make arithmetic builds its own model, data and reward" in said
-
-
 def test_every_part_of_the_reward_is_called(models: dict[str, str], capsys: Capture) -> None:
     Path("my_code.py").write_text("async def half(prompt, trajectory): return 0.5\ndef skip(prompt, t): return None\n")
     specs = {"exact": EXACT, "half": "my_code:half", "skip": "my_code:skip"}

@@ -45,11 +45,6 @@ async def converse(base_url: str, api_key: str, prompt: Prompt) -> None:
     write_line(f"ended {prompt.row} {api_key}")
 
 
-async def deadly(base_url: str, api_key: str, prompt: Prompt) -> None:
-    """Takes the gateway's process with it."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 async def program(client: RolloutClient, prompt: Prompt) -> None:
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
     for turn in range(TURNS):

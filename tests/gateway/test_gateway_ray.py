@@ -1,6 +1,5 @@
 """Whole runs over Ray with agents: weights swapped under conversations, a replica lost in one, every law kept."""
 
-import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +17,7 @@ import engine.rollout.torch.torch_backend
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, RunResumed, WeightsInstalled
+from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, WeightsInstalled
 from engine.plans.configured_plan import plan_of
 from engine.plans.rollouts import make_rollout
 from engine.plans.run_inputs import inputs_of
@@ -74,16 +73,3 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     lines = Counter(line.split()[0] for line in (tmp_path / "agents.txt").read_text().splitlines())
     assert lines["ended"] == PROMPTS * SAMPLES
     assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
-
-
-def test_a_run_restarts_when_its_gateway_dies_and_says_so_if_it_ends_by_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = plan_of(configured(tmp_path, {"function": "conversations:deadly"}, replicas=1), tmp_path)
-    with start(replace(plan, limits=replace(plan.limits, run_restarts=1))) as run:
-        assert run.wait().outcome == "failed"
-    lost = events_of(tmp_path, ProcessLost)
-    assert [event.kind for event in lost] == ["gateway"] * 2 and len(events_of(tmp_path, RunResumed)) == 1
-    assert all(re.match(r"GatewayActor \(process \d+\) died", event.reason) for event in lost)
-    assert events_of(tmp_path, GroupFailed) == []

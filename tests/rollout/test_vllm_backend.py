@@ -1,10 +1,9 @@
-"""vLLM as replicas of a run, and what is left of an owner that is killed."""
+"""A vLLM engine as a backend beyond the shared scenarios, and what is left of an owner that is killed."""
 
 import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,13 @@ import psutil
 import pytest
 import torch
 import vllm_engines
-from backends import WIDE, build, run, run_over
-from gate import TOO_LONG_S
-from test_generator import by_length, over
+from backends import WIDE, build, run_over
 from test_prefixes import assert_begins
 from vllm_arguments import require_vllm
 
 from engine.errors import DataFailure, EngineError
-from engine.events import WeightsInstalled
-from engine.protocols import Batch
-from engine.record import read, replay
-from engine.record.replayer import build_scheduler
 from engine.rollout.backend import SampleRequest, SamplingParams
-from engine.rollout.generator import ModelGenerator
 from engine.rollout.vllm.engine_args import STREAM_INTERVAL
-from engine.runtime.local import RunResult, SimpleTrainer
-from engine.runtime.local.run import run_async
-from engine.states.laws import check_all
-from engine.states.limits import Limits
-from engine.trajectory import Span, TrajectoryGroup
 
 require_vllm()
 TOKENS = 120
@@ -44,92 +31,6 @@ def model(seed: int = 0) -> Any:
 def asked(name: str, tokens: int = 200, **changes: Any) -> SampleRequest:
     given = {"prompt_ids": [5, 6, 7], "seed": 1, "params": SamplingParams(max_tokens=tokens)} | changes
     return SampleRequest(id=name, **given)
-
-
-class Publisher(SimpleTrainer):
-    """Trains nothing, keeps what it is given, and publishes other weights after each step."""
-
-    def __init__(self) -> None:
-        self.groups: list[TrajectoryGroup] = []
-        self.steps = 0
-        self.at: dict[int, Any] = {}
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        self.groups += batch.groups
-        self.steps += 1
-        self.at.get(self.steps, lambda: None)()
-        return {}
-
-    def weights(self) -> Any:
-        return model(self.steps).state_dict()
-
-
-def generator_of(backend: Any) -> ModelGenerator:
-    return over(backend, by_length(SamplingParams(max_tokens=TOKENS)))
-
-
-def run_on(backends: list[Any], trainer: Publisher, **options: Any) -> RunResult:
-    generators = [generator_of(backend) for backend in backends]
-    result: RunResult = run(run_async(generators=generators, trainer=trainer, **options))
-    return result
-
-
-def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
-    return [event for event in read(result.record).events() if isinstance(event, kind)]
-
-
-def assert_lawful(result: RunResult) -> None:
-    """Every law after every event, and the same commands again."""
-    record = read(result.record)
-    scheduler = build_scheduler(record.header)
-    report = replay(record, build=lambda _: scheduler, watch=lambda _: check_all(scheduler.state))
-    assert report.identical, report
-
-
-class HeldUntilVersion2(vllm_engines.Rented):
-    """Each request stops after 30 tokens until the second update is in."""
-
-    async def install(self, version: int) -> None:
-        await super().install(version)
-        if version == 2:
-            self.go_on()
-
-
-def until_at(backend: Any, tokens: int) -> None:
-    """Keep the trainer's thread here, so that the next version comes while that backend is in the middle."""
-    until = time.monotonic() + TOO_LONG_S
-    while backend.tokens_sampled() < tokens:
-        os.sched_yield()
-        assert time.monotonic() < until, f"{backend.tokens_sampled()} of {tokens} tokens came"
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens(mode: str) -> None:
-    trainer, held = Publisher(), vllm_engines.rent(model(), HeldUntilVersion2)
-    backends = [vllm_engines.rent(model()), held]
-    held.hold(30)
-    trainer.at[1] = lambda: until_at(held, 2 * 30)
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=4, sync_mode=mode, checkpoint_every=0
-    )
-    result = run_on(
-        backends, trainer, prompts=[f"question {n}" for n in range(6)], limits=limits, samples=1, slots=2,
-        policies={"filter": "none"},
-    )  # fmt: skip
-    assert (result.outcome, result.steps) == ("finished", 3)
-    trajectories = [trajectory for group in trainer.groups for trajectory in group.trajectories]
-    assert [len(trajectory.token_ids) for trajectory in trajectories] == [TOKENS] * 6
-    assert all(len(trajectory.logprobs) == TOKENS for trajectory in trajectories)
-    assert {trajectory.finish_reason for trajectory in trajectories} == {"length"}
-    assert sum(backend.tokens_sampled() for backend in backends) == 6 * TOKENS, "a token was sampled twice"
-    assert {(event.replica, event.version) for event in events_of(result, WeightsInstalled)} >= {
-        (0, 1), (1, 1), (1, 2)
-    }  # fmt: skip
-    across = [trajectory for trajectory in trajectories if len(trajectory.spans) > 1]
-    assert {trajectory.spans[0] for trajectory in across} >= {Span(0, 30, 0)}, "both were cut in the middle"
-    last = {trajectory.spans[-1].version for trajectory in across}
-    assert last >= {2} if mode == "keep" else 0 not in last, "a group that was cut may end on the other replica"
-    assert_lawful(result)
 
 
 OWNER = """
