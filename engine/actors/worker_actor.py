@@ -22,7 +22,7 @@ from engine.actors.transports import transport_of, wire_of
 from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
-from engine.record.codec import pack_events
+from engine.record.codec import pack
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
 from engine.rollout.sent_weights import Turn, WeightsCall
@@ -106,7 +106,7 @@ class Outbox:
         figures, self._figures = self._figures, []
         self._sequence += 1
         try:
-            await self._report(self._sequence, pack_events(events), figures)
+            await self._report(self._sequence, pack(events), figures)
         except Exception as error:
             self._failed = True
             log.exception("events cannot be sent to the scheduler")

@@ -5,13 +5,18 @@ once in `LONGEST_S`, except at the beginning of a wait.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from engine.events import CallsMeasured
 from engine.ids import Incarnation
 from engine.protocols import CallFigures, MeasuresCalls
+from engine.record.codec import event_of
+from engine.workers.threads import contained
+
+log = logging.getLogger(__name__)
 
 FIRST_S, LONGEST_S = 1.0, 10.0
 """Seconds from the first change until the first report. The intervals between later ones double up to the longest."""
@@ -45,7 +50,21 @@ class CallReports:
             self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._report)
 
     def _report(self) -> None:
-        self._timer, reported = None, False
+        self._timer = None
+        try:
+            reported = contained(self._report_changes)
+        except Exception:
+            who = f"{self._who['kind']} {self._who['index']}"
+            log.exception("%s no longer reports its calls: correct call_figures() of its generator", who)
+            self._sources.clear()
+            return
+        self._interval_s = min(2 * self._interval_s, LONGEST_S) if reported else FIRST_S
+        if reported:
+            self._changed()
+
+    def _report_changes(self) -> bool:
+        """Report what has changed; whether anything has. Raises: `CodecError` for figures that are no such numbers."""
+        reported = False
         for figures in self._figures().values():
             before = self._reported.get(figures.function)
             calls, seconds, held_s = figures.calls, figures.seconds, figures.held_s
@@ -55,16 +74,9 @@ class CallReports:
                 continue
             reported = True
             self._reported[figures.function] = figures
-            self._emit(
-                CallsMeasured(
-                    **self._who, function=figures.function, groups=figures.groups, queued=figures.queued,
-                    at_once=figures.at_once, setting=figures.setting, calls=calls, seconds=seconds,
-                    running_s=figures.running_s, held_s=held_s,
-                )
-            )  # fmt: skip
-        self._interval_s = min(2 * self._interval_s, LONGEST_S) if reported else FIRST_S
-        if reported:
-            self._changed()
+            since = {"calls": calls, "seconds": seconds, "held_s": held_s}
+            self._emit(event_of(CallsMeasured, self._who | asdict(figures) | since))
+        return reported
 
     def _figures(self) -> dict[str, CallFigures]:
         found: dict[str, CallFigures] = {}

@@ -1,29 +1,21 @@
 """What leaves an actor in batches, and what becomes of the actor when it cannot."""
 
 import asyncio
-import math
 from typing import Any
 
 import pytest
 
 from engine.actors.worker_actor import Inbox, Outbox
-from engine.events import Event, GroupGenerated, StepTrained
+from engine.events import Event, StepFailed, StepTrained
 from engine.record.codec import unpack_events
 from engine.runtime.wire import GATHER_S, GatheredCalls, Message
 from engine.workers.clock import VirtualLoop
 
 
-def generated(reward_mean: float) -> Event:
-    return GroupGenerated(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=1, oldest_version=0, newest_version=0, trainable=1,
-        reward_mean=reward_mean, reward_spread=0.0,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("event", "error", "words"),
     [
-        (generated(math.inf), None, "GroupGenerated.reward_mean is inf"),
+        (StepFailed(step=0, attempt=1, reason="\ud800"), None, "half of a surrogate pair"),
         (StepTrained(step=0, attempt=1), TypeError("cannot pickle a lock"), "TypeError: cannot pickle a lock"),
     ],
     ids=["cannot be packed", "cannot be sent"],

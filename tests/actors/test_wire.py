@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event
-from engine.record.codec import pack_events, unpack_events
+from engine.record.codec import pack, unpack_events
 from engine.runtime.wire import InOrder, SentOrder, pack_orders, unpack_orders
 from tests.core.test_orders import sample
 
@@ -13,7 +13,7 @@ from tests.core.test_orders import sample
 @pytest.mark.parametrize("kind", EVENTS)
 def test_every_event_arrives_as_it_was(kind: type[Event]) -> None:
     event = replace(sample(kind), id=-1, at=0.0)  # the scheduler stamps it
-    (arrived,) = unpack_events(pack_events([event]))
+    (arrived,) = unpack_events(pack([event]))
     assert arrived == event
 
 

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
+
 from engine.events import CallsMeasured
 from engine.protocols import CallFigures
 from engine.workers.call_reports import CallReports
@@ -78,3 +80,13 @@ def test_nothing_is_reported_without_calls_or_after_the_end() -> None:
         reward.set(groups=1)
 
     assert reported(lambda reward, other, reports: reward.set()) == reported(scene) == []
+
+
+def test_figures_that_are_no_numbers_end_the_reports_of_their_source(caplog: pytest.LogCaptureFixture) -> None:
+    def scene(reward: Reward, other: Reward, reports: CallReports) -> None:
+        reward.set(groups=2.5)
+        other.set(groups=1)
+
+    assert reported(scene) == []
+    assert "replica 0 no longer reports its calls" in caplog.text
+    assert "CallsMeasured.groups cannot be recorded: Expected `int`, got `float`" in caplog.text
