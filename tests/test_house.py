@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "record": SCHEDULING,
     # orders in, facts out, around a user's Generator and Trainer; and what they keep
     "storage": {*EVENTS, "protocols", "record"},
-    "workers": {*POLICIES, "protocols", "storage"},
+    "workers": {*POLICIES, "protocols", "storage", "record"},
     # a run seen and controlled from outside
     "control": SCHEDULING,
     "metrics": {*STATES, "protocols", "record", "control", "extras"},

@@ -124,9 +124,7 @@ class Snapshot(Frame, frozen=True, tag=3):
 
 def encode_header(header: Header) -> bytes:
     """Raises: `CodecError` if the configuration has a value that the record cannot hold."""
-    data = pack(header)
-    decode_header(data)
-    return data
+    return pack(header)
 
 
 def decode_header(data: bytes) -> Header:

@@ -153,8 +153,9 @@ def _checked_prompt(prompts: Prompts, group: GroupId) -> Prompt:
     if not isinstance(prompt, Prompt):
         law = f"{type(prompts).__name__}.prompt returned a {type(prompt).__name__} for group {group}, not a Prompt"
         raise DataFailure(law, group=group)
-    row, text, fields = map(_plain, (prompt.row, prompt.text, prompt.fields))
-    problem = ""
+    row, problem = _plain(prompt.row), ""
+    text: Any = prompt.text
+    fields: Any = prompt.fields
     if not isinstance(row, int) or not -(2**63) <= row < 2**63:
         problem = f"row is a {type(row).__name__}, not an int of 64 bits"
     elif not isinstance(text, str):

@@ -10,13 +10,13 @@
     growth:     [group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
                 trajectory with known tokens, the prompt ids are empty, and arrays and routes continue after these
 
-Used by `actors` and by the durable store, whose frames have a format version and checksums. Values are checked when
-they are packed. Must never unpickle.
+Used by `actors` and by the durable store, whose frames have a format version and checksums. Only the fields of a
+prompt, which a generator may change, are checked here. Must never unpickle.
 """
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -103,14 +103,10 @@ def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
     positions, values = zip(*t.step_rewards, strict=True) if t.step_rewards else ((), ())
     return (
         _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
-        _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
-        t.unparsable, _floats(t.reward_parts), _floats(t.figures), _bytes_of("i", positions), _bytes_of("d", values),
+        _bytes_of("q", spans), t.text, t.finish_reason, t.reward, t.continues, t.unparsable, t.reward_parts,
+        t.figures, _bytes_of("i", positions), _bytes_of("d", values),
         t.shown_prompt, t.routes,
     )  # fmt: skip
-
-
-def _floats(parts: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in parts.items()}
 
 
 def _grow(group: TrajectoryGroup, changes: Any) -> None:

@@ -22,11 +22,11 @@ from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGr
 
 TYPES = {
     "prompt_ids": list, "token_ids": list, "logprobs": list, "loss_mask": list, "spans": list, "finish_reason": str,
-    "continues": bool, "shown_prompt": str, "routes": list,
+    "continues": bool, "shown_prompt": str, "routes": list, "text": str, "unparsable": bool,
 }  # fmt: skip
 """Fields of a trajectory that its generator sets."""
 JUDGED = {"text": str, "unparsable": bool}
-"""Fields, apart from numbers, that the work of an added state may change."""
+"""Those, apart from numbers, that the work of an added state may change."""
 LARGEST_ID = 2**31 - 1
 
 
@@ -70,7 +70,7 @@ def check_generated(
         if problem:
             raise _fault(EngineError, work, index, problem)
     for index, trajectory in enumerate(group.trajectories):
-        problem = judged_problem(trajectory, rewarded=rewarded and not generated.aborted)
+        problem = _numbers_problem(trajectory, rewarded=rewarded and not generated.aborted)
         if problem:
             raise _fault(DataFailure, work, index, problem)
     for index in range(len(group.trajectories)):
@@ -118,8 +118,7 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
     """The problem of a trajectory, in words; empty if there is none. `known`: see `check_generated`."""
     if not isinstance(trajectory, Trajectory):
         return f"it is a {type(trajectory).__name__}, not a Trajectory"
-    problem = _types_problem(trajectory, TYPES) or _types_problem(trajectory, JUDGED)
-    problem = problem or ("" if known else _ids_problem("prompt_ids", trajectory.prompt_ids))
+    problem = _types_problem(trajectory, TYPES) or ("" if known else _ids_problem("prompt_ids", trajectory.prompt_ids))
     problem = problem or _ids_problem("token_ids", trajectory.token_ids[known:])
     if problem:
         return problem
@@ -151,10 +150,14 @@ def segment_problem(trajectories: list[Trajectory], index: int) -> str:
     )
 
 
-def judged_problem(trajectory: Trajectory, *, rewarded: bool = True) -> str:
-    """The problem of what judges a finished trajectory; empty if there is none. Its numbers become plain ones. If not
-    `rewarded`, the reward may be missing."""
-    problem = _types_problem(trajectory, JUDGED)
+def judged_problem(trajectory: Trajectory) -> str:
+    """The problem of a finished trajectory as its judge left it; empty if there is none. Its numbers become plain."""
+    return _types_problem(trajectory, JUDGED) or _numbers_problem(trajectory, rewarded=True)
+
+
+def _numbers_problem(trajectory: Trajectory, *, rewarded: bool) -> str:
+    """If not `rewarded`, the reward may be missing."""
+    problem = ""
     for name in ("figures", "reward_parts"):
         found = figures_in(getattr(trajectory, name), MOST_OF_ALL)
         if isinstance(found, str):
@@ -296,7 +299,7 @@ def describe(group: TrajectoryGroup, columns: Sequence[str]) -> str:
     parts: dict[str, list[float]] = {}
     for rollout in group.rollouts:
         for name, value in rollout[-1].reward_parts.items():
-            parts.setdefault(name, []).append(float(value))
+            parts.setdefault(name, []).append(value)
     rewards = {name: sum(values) / len(values) for name, values in parts.items()}
     lengths = [sum(len(one.token_ids) for one in rollout) for rollout in group.rollouts]
     return json.dumps({**describe_prompt(group.prompt, columns), "lengths": lengths, "rewards": rewards})

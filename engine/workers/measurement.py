@@ -264,7 +264,7 @@ def _parts(
             right.append(row)
         for place, name in enumerate(held_out.parts.get(name_of_set, ())):
             if name in response.reward_parts:
-                parts.append((row, place, float(response.reward_parts[name])))
+                parts.append((row, place, response.reward_parts[name]))
     return tuple(right), parts
 
 
@@ -290,4 +290,4 @@ def _reward(prompt: Prompt, outcome: Any) -> float | str:
     if not outcome.group.trajectories:
         return "it has no reward"
     problem = contained(judged_problem, outcome.group.trajectories[0])
-    return problem or float(outcome.group.trajectories[0].reward or 0.0)
+    return problem or outcome.group.trajectories[0].reward or 0.0

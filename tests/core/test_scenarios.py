@@ -122,12 +122,6 @@ def test_ended_trajectories_of_several_groups_make_room_for_the_next_group() -> 
     assert resumed == [1, 2, 3][: len(resumed)] and len(resumed) == 2, "after an abort each counts in full again"
 
 
-def test_more_ended_trajectories_than_a_group_has_are_a_defect() -> None:
-    run = small(slots=2, samples=4)
-    with pytest.raises(InvariantViolated, match="more trajectories ended than the group has"):
-        run.end_trajectories(0, 5)
-
-
 def test_the_dispatch_counts_the_trajectories_that_have_not_ended() -> None:
     run = small(replicas=2, slots=2, samples=4)
     assert [(s.group, s.replica) for s in run.starts()] == [(0, 0), (1, 0), (2, 1), (3, 1)]

@@ -95,7 +95,7 @@ def test_a_record_is_never_continued_or_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "00000000.seg").read_bytes() == before
 
 
-def test_a_header_that_cannot_be_read_back_leaves_nothing(tmp_path: Path) -> None:
+def test_a_header_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     for config in ({"a": object()}, {"a": "\ud800"}, {"a": 2**64}):
         with pytest.raises(CodecError):
             Recorder(tmp_path / "schedule", header(config=config))
