@@ -25,6 +25,7 @@ from engine.protocols.named_code import name_of
 from engine.runtime.local import run_plan
 from engine.storage import run_directory
 from engine.tasks.rewards import exact_match
+from engine.workers.plan import Resumption
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
 SMALL: dict[str, Any] = {
@@ -94,7 +95,7 @@ def test_a_run_with_a_function_of_a_script_resumes_with_that_function(
 
     again, changed, local = resumption(directory, made_reward(0.5), None, {"run.max_steps": 2})
     plan = plan_of(again, directory.path, local=local)
-    assert run_plan(dataclasses.replace(plan, resume=True, settings=tuple(changed))).steps == 2
+    assert run_plan(dataclasses.replace(plan, resume=True, resumption=Resumption(settings=tuple(changed)))).steps == 2
     assert [row["reward_mean"] for row in TrainedRun(directory.path, "finished").steps] == [0.25, 0.5]
 
 

@@ -24,6 +24,7 @@ from engine.policies import state_registry
 from engine.runtime.local.run import run_plan
 from engine.scheduling.settings import MAX_STEPS
 from engine.training.named_tensors import require_finite, require_named_tensors
+from engine.workers.plan import Resumption
 
 Capture = pytest.CaptureFixture[str]
 
@@ -485,7 +486,7 @@ def test_both_classes_run_in_one_process_and_the_engine_scores(model: str) -> No
     changes = {"data": {"path": "rows.jsonl", "validation_path": held_out}, "reward": {"function": "mine:score"}}
     changes |= {"trainer": {"backend": "mine:Trainer"}, "validation": {"at_end": True}}
     config = load_config(configured(model, rollout=OWN, **changes))
-    plan = replace(plan_of(config, Path("run")), control_port=None, metrics_port=None)
+    plan = replace(plan_of(config, Path("run")), control=None, metrics=None)
     result = run_plan(plan)
     assert (result.outcome, result.steps, result.version) == ("finished", 4, 4)
     assert [row["steps"] for row in result.metrics] == [1.0, 2.0, 3.0, 4.0]
@@ -493,7 +494,7 @@ def test_both_classes_run_in_one_process_and_the_engine_scores(model: str) -> No
         "the reward of the configuration"
     )
     assert [row["outcome"] for row in result.validations if row["version"] == 4] == ["reported"]
-    again = run_plan(replace(plan, resume=True, settings=[(MAX_STEPS, "6")]))
+    again = run_plan(replace(plan, resume=True, resumption=Resumption(settings=[(MAX_STEPS, "6")])))
     assert (again.outcome, again.steps) == ("finished", 6)
     assert [row["steps"] for row in again.metrics] == [5.0, 6.0], "the trainer has loaded its checkpoint"
 
@@ -517,7 +518,7 @@ def test_classes_of_a_script_run_without_an_import(model: str) -> None:
 
 def test_the_run_fails_and_names_weights_that_no_sampler_can_install(model: str) -> None:
     config = load_config(configured(model, trainer={"backend": "mine:Broken"}))
-    plan = replace(plan_of(config, Path("run")), control_port=None, metrics_port=None)
+    plan = replace(plan_of(config, Path("run")), control=None, metrics=None)
     with pytest.raises(Exception, match=r"last error: .*model\.embed_tokens\.weight has a value that"):
         run_plan(plan)
 

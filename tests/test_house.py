@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("house")  # one process reads the sources
 
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
-TYPES = {"ids", "errors", "trajectory", "reward_histogram", "input_identity"}
+TYPES = {"ids", "errors", "trajectory", "reward_histogram", "input_identity", "gpu_request"}
 BOTTOM = {*TYPES, "protocols", "section"}
 EVENTS = {*TYPES, "events", "commands"}
 STATES = {*EVENTS, "states"}
@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "section": TYPES,
     "reward_histogram": set(),
     "input_identity": {"ids", "errors"},
+    "gpu_request": set(),
     "protocols": BOTTOM,
     "extras": BOTTOM,
     "version": BOTTOM,

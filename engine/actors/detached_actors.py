@@ -56,7 +56,9 @@ class PackedPlan:
         path = tuple(os.path.abspath(place) for place in sys.path)
         launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
         run_dir = None if plan.run_dir is None else plan.run_dir.absolute()
-        return cls(os.getcwd(), path, cloudpickle.dumps(plan), launch, plan.orphan_s, run_dir, bool(plan.guests))
+        return cls(
+            os.getcwd(), path, cloudpickle.dumps(plan), launch, plan.liveness.orphan_s, run_dir, bool(plan.guests)
+        )
 
     @property
     def detached(self) -> bool:

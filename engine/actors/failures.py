@@ -35,7 +35,7 @@ class Pulse:
 
     @classmethod
     def of(cls, plan: Plan) -> "Pulse":
-        return cls(plan.heartbeat_s, plan.missed_beats)
+        return cls(plan.liveness.heartbeat_s, plan.liveness.missed_beats)
 
     async def lost(self, actor: Any) -> "ProcessEnd":
         """Return once the actor is lost."""

@@ -35,7 +35,7 @@ from engine.plans.configured_plan import checked_inputs, planned
 from engine.plans.input_changes import settle_inputs
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.tasks.quickstart import Progress
-from engine.workers.plan import Plan
+from engine.workers.plan import Plan, Resumption
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def launch(
     settle_inputs(config, inputs, plan, accept_data_change, partial(progress, 1.0) if progress else log.warning)
     if ray.is_initialized():
         require_shared_files(config, str(plan.run_dir))
-    plan = dataclasses.replace(plan, force_from=force_from, settings=tuple(settings))
+    plan = dataclasses.replace(plan, resumption=Resumption(force_from=force_from, settings=tuple(settings)))
     return start(plan, progress)
 
 
@@ -120,7 +120,7 @@ class Launched:
         """Start every actor of a plan. `show` is called with what the start waits for. After an error, no actor
         remains."""
         packed = PackedPlan.of(plan)
-        restarts = plan.scheduler_restarts if packed.detached else 0
+        restarts = plan.liveness.scheduler_restarts if packed.detached else 0
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
         options |= {"max_restarts": restarts, **on_this_node()}
         actor = ray.remote(SchedulerActor).options(**options).remote(packed)
@@ -239,11 +239,10 @@ class RunHandle:
                 raise RunFailed(reason)
 
     def _launch_again(self, run_dir: Path, interrupted: RunInterrupted | None) -> None:
-        again = dataclasses.replace(
-            self._plan, resume=True, again=True, interrupted=interrupted, force_from=None, settings=()
-        )
+        again = Resumption(again=True, interrupted=interrupted)
+        plan = dataclasses.replace(self._plan, resume=True, resumption=again)
         try:
-            self._launched = Launched.of(again, self._node, lambda line: self.note(line))
+            self._launched = Launched.of(plan, self._node, lambda line: self.note(line))
         except RunFinished:
             from engine.runtime.metrics_endpoint import withdraw_addresses
 

@@ -48,18 +48,18 @@ def place(plan: Plan, replica: ReplicaId, trainer_group: Any, name: str | None =
     GPUs of the trainer's ranks are in `trainer_group`."""
     if replica in plan.guests:
         strategy = PlacementGroupSchedulingStrategy(trainer_group)
-        return ActorPlacement({"num_gpus": plan.rollout_gpus, "scheduling_strategy": strategy})
-    if plan.rollout_gpus <= 1:
-        return ActorPlacement({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
-    gpus = int(plan.rollout_gpus)
-    bundles = [{"GPU": 1.0}] * gpus if plan.rollout_spread else [{"GPU": float(gpus)}]
+        return ActorPlacement({"num_gpus": plan.gpus.replica_gpus, "scheduling_strategy": strategy})
+    if plan.gpus.replica_gpus <= 1:
+        return ActorPlacement({"num_gpus": plan.gpus.replica_gpus, "scheduling_strategy": "SPREAD"})
+    gpus = int(plan.gpus.replica_gpus)
+    bundles = [{"GPU": 1.0}] * gpus if plan.gpus.spread else [{"GPU": float(gpus)}]
     kept = {} if name is None else {"name": name, "lifetime": "detached"}
-    group = placement_group(bundles, strategy="PACK" if plan.rollout_spread else "STRICT_PACK", **kept)
+    group = placement_group(bundles, strategy="PACK" if plan.gpus.spread else "STRICT_PACK", **kept)
     strategy = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
     # Over several nodes vLLM's own Ray workers take the GPUs, one each, and the actor that starts them has none.
-    return ActorPlacement({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
+    return ActorPlacement({"num_gpus": 0 if plan.gpus.spread else gpus, "scheduling_strategy": strategy}, group)
 
 
 NODE_CPU = 0.001
@@ -73,9 +73,11 @@ def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
     process, and `found_place` finds it by its name."""
     each = trainer_gpus_of_node(plan)
     lifetime = "detached" if detached else None
-    if plan.trainer_nodes > 1:
+    if plan.gpus.trainer_nodes > 1:
         bundle = {"GPU": each} if each else {"CPU": NODE_CPU}
-        return placement_group([bundle] * plan.trainer_nodes, strategy="STRICT_SPREAD", name=name, lifetime=lifetime)
+        return placement_group(
+            [bundle] * plan.gpus.trainer_nodes, strategy="STRICT_SPREAD", name=name, lifetime=lifetime
+        )
     if not each:
         return None
     here = ray.get_runtime_context().get_node_id()
@@ -86,7 +88,7 @@ def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
 
 def trainer_gpus_of_node(plan: Plan) -> float:
     """The trainer's GPUs on each of its nodes."""
-    return plan.trainer_gpus / plan.trainer_nodes
+    return plan.gpus.trainer_gpus / plan.gpus.trainer_nodes
 
 
 def trainer_takes(plan: Plan) -> float:
@@ -99,7 +101,7 @@ def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:
     """What the trainer still waits for after `timeout_s`; empty once its GPUs are reserved. Blocks."""
     if group is None or group.wait(timeout_s):
         return ""
-    state = f": {_free_text(free_gpus())}" if plan.trainer_gpus else ""
+    state = f": {_free_text(free_gpus())}" if plan.gpus.trainer_gpus else ""
     return f"the trainer waits for {_trainer_place(plan)}{state}"
 
 
@@ -107,7 +109,7 @@ def replicas_wait(plan: Plan) -> str:
     """What replicas that are about to start will wait for, because other programs use the GPUs; empty if nothing."""
     from engine.config.gpus import ROUNDING, gpus_text
 
-    needed, free = plan.rollout_gpus * (len(plan.lives()) - len(plan.guests)), free_gpus()
+    needed, free = plan.gpus.replica_gpus * (len(plan.lives()) - len(plan.guests)), free_gpus()
     return f"the replicas wait for {gpus_text(needed)}: {_free_text(free)}" if needed > free * ROUNDING else ""
 
 
@@ -126,8 +128,12 @@ def _trainer_place(plan: Plan) -> str:
     """What the trainer needs."""
     from engine.config.gpus import gpus_text
 
-    nodes = "one node" if plan.trainer_nodes == 1 else f"each of {plan.trainer_nodes} nodes"
-    return f"{gpus_text(trainer_gpus_of_node(plan))} on {nodes}" if plan.trainer_gpus else f"{plan.trainer_nodes} nodes"
+    nodes = "one node" if plan.gpus.trainer_nodes == 1 else f"each of {plan.gpus.trainer_nodes} nodes"
+    return (
+        f"{gpus_text(trainer_gpus_of_node(plan))} on {nodes}"
+        if plan.gpus.trainer_gpus
+        else f"{plan.gpus.trainer_nodes} nodes"
+    )
 
 
 def in_group(group: Any, gpus: float) -> dict[str, Any]:
@@ -175,7 +181,7 @@ def trainer_shortfall(plan: Plan) -> str:
     """Why the trainer does not fit into the empty cluster; an empty string if it does."""
     nodes, each = node_gpus(), trainer_gpus_of_node(plan)
     fitting = sum(gpus >= each for gpus in nodes) if each else node_count()
-    if fitting >= plan.trainer_nodes:
+    if fitting >= plan.gpus.trainer_nodes:
         return ""
     there = f"there {'is' if fitting == 1 else 'are'} {fitting}"
     have = f"the nodes have {', '.join(f'{gpus:g}' for gpus in nodes) or 'none'}" if each else there
@@ -197,7 +203,7 @@ def room_now(plan: Plan) -> int:
     """The number of replicas that fit into the empty cluster; all of them if they need no GPUs."""
     from engine.config.gpus import room_for_replicas
 
-    return room_for_replicas(_needs(plan), node_gpus()) if plan.rollout_gpus else len(plan.lives())
+    return room_for_replicas(_needs(plan), node_gpus()) if plan.gpus.replica_gpus else len(plan.lives())
 
 
 def with_gpus(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
@@ -207,31 +213,23 @@ def with_gpus(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     """
     from engine.config.gpus import divide_gpus
 
-    if plan.trainer_nodes > 1 and (nodes := node_count()) < plan.trainer_nodes:
+    if plan.gpus.trainer_nodes > 1 and (nodes := node_count()) < plan.gpus.trainer_nodes:
         fix = f"use at most {nodes}, or join a cluster of more nodes (cluster.address)"
-        raise ConfigError("trainer.nodes", plan.trainer_nodes, f"the cluster has {counted(nodes, 'node')}", fix)
+        raise ConfigError("trainer.nodes", plan.gpus.trainer_nodes, f"the cluster has {counted(nodes, 'node')}", fix)
     given = divide_gpus(_needs(plan), node_gpus())
-    divided = dataclasses.replace(
-        plan, rollout_gpus=given.replica, trainer_gpus=given.trainer, scorer_gpus=given.scorer
+    gpus = dataclasses.replace(
+        plan.gpus, replica_gpus=given.replica, trainer_gpus=given.trainer, scorer_gpus=given.scorer
     )
-    return divided, given.notes
+    return dataclasses.replace(plan, gpus=gpus), given.notes
 
 
 def _needs(plan: Plan) -> "GpuNeeds":
-    from engine.config.gpus import GpuNeeds
+    from engine.config.gpus import of_processes
 
-    return GpuNeeds(
+    return of_processes(
+        plan.gpus,
         limits=plan.limits,
         replicas=len(plan.lives()),
-        sleeps=plan.rollout_sleeps,
-        replica_gpus=plan.rollout_gpus,
-        spread=plan.rollout_spread,
-        samples_on_gpus=plan.samples_on_gpus,
-        trainer_gpus=plan.trainer_gpus,
-        ranks=plan.trainer_ranks,
-        trainer_nodes=plan.trainer_nodes,
-        trains_on_gpus=plan.trains_on_gpus,
         sends_by_gpu=plan.transport is not None and plan.transport.backend == "nccl",
         store_gpus=transport_of(plan).store_gpus,
-        shares=plan.pool_shares,
     )

@@ -76,7 +76,7 @@ class RayProcess(Life):
         self._source = source_of(*key)
         self._pulse = pulse
         self._run_dir = plan.run_dir
-        self._apart = plan.trainer_nodes > 1
+        self._apart = plan.gpus.trainer_nodes > 1
         self._epoch = epoch
         self._place = placed
         self._sequence = 0
@@ -192,7 +192,7 @@ class RayProcesses:
         self._pulse = Pulse.of(plan)
         self._reporting: dict[tuple[str, Incarnation], RayProcess] = {}
         """Incarnations by source."""
-        self._patient = Pulse(plan.heartbeat_s, plan.missed_beats * STORE_PATIENCE)
+        self._patient = Pulse(plan.liveness.heartbeat_s, plan.liveness.missed_beats * STORE_PATIENCE)
         self.goodbye_s = CLOSE_TIMEOUT_S
         self.look_again_s = self._pulse.every_s or None
 
@@ -204,7 +204,7 @@ class RayProcesses:
         options: dict[str, Any] = {
             REPLICA: {"max_concurrency": 100_000, **placed.options},
             TRAINER: in_group(self._trainer_group, trainer_takes(self._plan)),
-            SCORER: {"num_gpus": self._plan.scorer_gpus},
+            SCORER: {"num_gpus": self._plan.gpus.scorer_gpus},
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]
         named = detached_options(self._packed, source, incarnation)
@@ -241,9 +241,9 @@ class RayProcesses:
 
     async def lacking(self, kind: str, replicas: int) -> str | None:
         if kind == TRAINER:
-            waits = self._plan.trainer_gpus > 0 or self._plan.trainer_nodes > 1
+            waits = self._plan.gpus.trainer_gpus > 0 or self._plan.gpus.trainer_nodes > 1
             return clean(await asyncio.to_thread(trainer_shortfall, self._plan)) if waits else None
-        if not self._plan.rollout_gpus:
+        if not self._plan.gpus.replica_gpus:
             return None
         return clean(await asyncio.to_thread(shortfall, self._plan, replicas))
 
@@ -256,7 +256,7 @@ class RayProcesses:
 
     def found(self, living: RunningActors) -> Found:
         """The processes that a restarted scheduler has taken over, with their placement groups."""
-        several = self._plan.rollout_gpus > 1
+        several = self._plan.gpus.replica_gpus > 1
         known = {}
         for (source, incarnation), actor in living.actors.items():
             placed = found_place(self._name(source, incarnation)) if several else None

@@ -146,7 +146,7 @@ class SchedulerActor:
         except PERMANENT:
             raise
         except Exception as error:
-            if self._history is None or not self._plan.again:
+            if self._history is None or not self._plan.resumption.again:
                 raise
             raise RelaunchNeeded(str(raised(error))) from error
         finally:

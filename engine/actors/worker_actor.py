@@ -279,9 +279,9 @@ class TrainerActor(WorkerActor):
     def _unpacked(self, plan: PackedPlan) -> Plan:
         """The plan, with the nodes of the ranks if there are several. This node is the first."""
         unpacked = super()._unpacked(plan)
-        if unpacked.trainer_nodes == 1:
+        if unpacked.gpus.trainer_nodes == 1:
             return unpacked
-        self._nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_takes(unpacked))
+        self._nodes = RankNodes(plan, unpacked.gpus.trainer_nodes, trainer_takes(unpacked))
         return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=self._nodes))
 
     async def _open_more(self) -> None:

@@ -4,13 +4,15 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import floor, log2
+from typing import Any
 
 from engine.config.hardware import gpus_of_their_own
 from engine.config.rollout import RolloutSection
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
+from engine.gpu_request import GpuRequest
 from engine.rollout.vllm.engine_args import workers_of
 from engine.states.limits import Limits, Pool
 
@@ -27,30 +29,15 @@ def gpus_text(gpus: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuNeeds:
-    """The processes of a run, and the GPUs that each asks for; 0: a computed part."""
+class GpuNeeds(GpuRequest):
+    """The processes of a run, and the GPUs that each asks for."""
 
     limits: Limits
     replicas: int
     """Including those that only validate."""
-    sleeps: bool
-    """Whether a sleeping replica gives the memory of its GPU back."""
-    replica_gpus: float = 0.0
-    spread: bool = False
-    """The GPUs of a replica may be on several nodes."""
-    samples_on_gpus: bool = True
-    """Whether replicas use GPUs."""
-    trainer_gpus: float = 0.0
-    ranks: int = 1
-    trainer_nodes: int = 1
-    """Nodes of the trainer, with equal parts of its GPUs."""
-    trains_on_gpus: bool = True
-    """Whether the trainer and the scorers use GPUs."""
     sends_by_gpu: bool = False
     """Whether weights go from GPU to GPU, so that processes must not share one."""
     store_gpus: float = 0.0
-    shares: Sequence[float] = ()
-    """Of `limits.pools`; empty: all processes get equal parts."""
 
     @property
     def trainer_reserves(self) -> float:
@@ -89,13 +76,11 @@ class GpuDivision:
     """GPUs that stay idle."""
 
 
-def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
+def request_of(config: Config, vllm_for_cpu: bool) -> GpuRequest:
     """What a configuration asks for. `vllm_for_cpu`: vLLM is installed for CPUs."""
-    rollout, trainer, limits = config.rollout, config.trainer, config.limits
+    rollout, trainer = config.rollout, config.trainer
     on_cpu = trainer.device == "cpu"
-    return GpuNeeds(
-        limits=limits,
-        replicas=rollout.replicas + len(limits.validators()),
+    return GpuRequest(
         sleeps=rollout.backend != "vllm" or bool(rollout.engine_args.get("enable_sleep_mode")),
         replica_gpus=replica_gpus(rollout, vllm_for_cpu),
         spread=rollout.engine_args.get("distributed_executor_backend") == "ray",
@@ -104,10 +89,25 @@ def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
         ranks=1 if on_cpu else trainer.ranks,
         trainer_nodes=trainer.nodes,
         trains_on_gpus=not on_cpu,
-        sends_by_gpu=rollout.transport != "object_store" and rollout.transport_backend == "nccl",
-        store_gpus=float(rollout.transport == "distributed" and rollout.transport_backend == "nccl"),
         shares=tuple(pool.share or 0.0 for pool in config.pools),
     )
+
+
+def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
+    """The same, with the processes of the run."""
+    rollout, limits = config.rollout, config.limits
+    return of_processes(
+        request_of(config, vllm_for_cpu),
+        limits=limits,
+        replicas=rollout.replicas + len(limits.validators()),
+        sends_by_gpu=rollout.transport != "object_store" and rollout.transport_backend == "nccl",
+        store_gpus=float(rollout.transport == "distributed" and rollout.transport_backend == "nccl"),
+    )
+
+
+def of_processes(request: GpuRequest, **processes: Any) -> GpuNeeds:
+    """What the processes of a run need. `processes`: the other fields of `GpuNeeds`."""
+    return GpuNeeds(**{one.name: getattr(request, one.name) for one in fields(GpuRequest)}, **processes)
 
 
 def replica_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> float:

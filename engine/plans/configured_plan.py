@@ -12,10 +12,11 @@ from typing import Any
 
 from engine.config import Config, check_backend
 from engine.config.episodes import check_environment
-from engine.config.gpus import needs_of
+from engine.config.gpus import request_of
 from engine.config.inputs import known_directory, object_store_bytes
 from engine.config.pools import threads_of_scorers
 from engine.config.rollout import RolloutSection
+from engine.config.sections import ListenerSection
 from engine.metrics.address_files import FOLDER
 from engine.plans.rollouts import check_agent, make_gateway, make_rollout, make_sharing_rollout, make_work
 from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
@@ -40,7 +41,7 @@ from engine.tasks.quickstart import Progress
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
 from engine.workers.cache_reports import CACHE_EVERY_S
-from engine.workers.plan import DistributedSettings, Plan, WeightsWire
+from engine.workers.plan import DistributedSettings, Liveness, Plan, ServerAddress, Threads, WeightsWire
 
 
 def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:
@@ -95,7 +96,7 @@ def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progres
     plan = planned(config, fit_prompts(config, inputs, progress, trains=False), run_dir)
     return replace(
         plan, make_trainer=no_trainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
-        metrics_port=None, control_port=None, sinks={}, endpoints=None, trajectories="memory",
+        metrics=None, control=None, sinks={}, endpoints=None, trajectories="memory",
         sample_policy=replace(plan.sample_policy, per_step=0, validation=None),
     )  # fmt: skip
 
@@ -121,7 +122,6 @@ def planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
     if limits.validation is not None:  # the files may have fewer rows than the configuration requests
         held_out, validation = held_out_of(config, inputs, limits.validation)
         limits = replace(limits, validation=validation)
-    gpus = needs_of(config, built_for_cpu())
     return Plan(
         limits=limits,
         samples=config.scheduler.samples_per_prompt,
@@ -148,12 +148,8 @@ def planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         config=config.model_dump(mode="json"),
         held_out=held_out,
         correct=config.reward.correct_names,
-        metrics_host=config.metrics.host,
-        metrics_hosts=tuple(config.metrics.hosts),
-        metrics_port=config.metrics.port,
-        control_host=config.control.host,
-        control_hosts=tuple(config.control.hosts),
-        control_port=config.control.port if config.control.enabled else None,
+        metrics=_listener(config.metrics),
+        control=_listener(config.control) if config.control.enabled else None,
         most_replicas=len(config.rollout.urls) or 4096,
         silence_s=config.run.silence_s,
         sinks=config.metrics.sinks.chosen(),
@@ -161,21 +157,19 @@ def planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         trajectories=config.durability.trajectories,
         store_policy=_store_policy(config),
         sample_policy=SamplePolicy(seed=config.run.seed, **config.samples.model_dump()),
-        heartbeat_s=config.rollout.heartbeat_s,
-        rollout_threads=config.rollout.threads,
-        trainer_threads=config.trainer.threads,
-        scorer_threads=threads_of_scorers(config, limits.scorers()),
+        liveness=Liveness(heartbeat_s=config.rollout.heartbeat_s),
+        threads=Threads(
+            replica=config.rollout.threads,
+            trainer=config.trainer.threads,
+            scorers=threads_of_scorers(config, limits.scorers()),
+        ),
         object_store_bytes=object_store_bytes(config, known_directory(config)),
-        rollout_gpus=gpus.replica_gpus,
-        rollout_spread=gpus.spread,
-        rollout_sleeps=gpus.sleeps,
-        samples_on_gpus=gpus.samples_on_gpus,
-        trainer_gpus=gpus.trainer_gpus,
-        trainer_ranks=gpus.ranks,
-        trainer_nodes=config.trainer.nodes,
-        trains_on_gpus=gpus.trains_on_gpus,
-        pool_shares=gpus.shares,
+        gpus=request_of(config, built_for_cpu()),
     )
+
+
+def _listener(section: ListenerSection) -> ServerAddress:
+    return ServerAddress(host=section.host, hosts=tuple(section.hosts), port=section.port)
 
 
 def _store_policy(config: Config) -> StorePolicy:

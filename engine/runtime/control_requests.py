@@ -95,9 +95,9 @@ class Control:
     async def open(self) -> None:
         """Open the control endpoint, if the plan has one. Raises: `ConfigError` for a bad address."""
         plan = self._plan
-        if plan.control_port is not None and plan.run_dir is not None:
+        if (at := plan.control) is not None and plan.run_dir is not None:
             self._server = ControlServer(new_token(), self.carry_out)
-            self._place = await self._server.start(plan.control_host, plan.control_port, plan.control_hosts)
+            self._place = await self._server.start(at.host, at.port, at.hosts)
 
     def begin(self) -> None:
         """Announce the control endpoint, and begin to check for silence. If the announcement fails, the run

@@ -21,7 +21,7 @@ from engine.metrics.status import plain_status
 from engine.record import Recorder
 from engine.runtime.driver import Driver
 from engine.storage.trajectories import StoreStats
-from engine.workers.plan import Plan
+from engine.workers.plan import Plan, ServerAddress
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,11 @@ class Endpoint:
     def __init__(
         self,
         plan: Plan,
+        at: ServerAddress,
         metrics: RunMetrics,
         driver: Driver,
         held: Callable[[], Awaitable[StoreStats]],
         now: Callable[[], float],
-        port: int,
     ) -> None:
         recorder = driver.recorder
         around = ExternalFigures(
@@ -92,9 +92,9 @@ class Endpoint:
         )
         self.server = MetricsServer(
             registry(metrics, around),
-            host=plan.metrics_host,
-            hosts=plan.metrics_hosts,
-            port=port,
+            host=at.host,
+            hosts=at.hosts,
+            port=at.port,
             describe=lambda: plain_status(metrics, now()),
         )
         self._plan = plan

@@ -1,8 +1,8 @@
 """Restores a run from its directory: replays its record and chooses the checkpoint to resume from.
 
 Called when a run resumes, before any process starts. It checks all files before it changes any, and its errors name the
-missing or damaged ones. Only `Plan.force_from` resumes with missing data. It sets aside the data after the checkpoint,
-and must never delete it.
+missing or damaged ones. Only `Resumption.force_from` resumes with missing data. It sets aside the data after the
+checkpoint, and must never delete it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -240,16 +240,17 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
     """
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
-    record = read(schedule, missing_end=plan.force_from is not None)
-    lock = RecordLock(schedule, waits=plan.again)  # the earlier scheduler was killed, but may not have ended yet
+    record = read(schedule, missing_end=plan.resumption.force_from is not None)
+    how = plan.resumption
+    lock = RecordLock(schedule, waits=how.again)  # the earlier scheduler was killed, but may not have ended yet
     try:
         recovered = recover(record)
-        if plan.interrupted is not None:
-            lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
+        if how.interrupted is not None:
+            lock = _record_interruption(recovered, how.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.ending.outcome
         if outcome is not None and (
-            (outcome.outcome == "finished" and not _extends(plan.settings, recovered))
-            or (plan.again and not outcome.again)
+            (outcome.outcome == "finished" and not _extends(how.settings, recovered))
+            or (how.again and not outcome.again)
         ):
             raise _finished(plan.run_dir, outcome, recovered)
         end_earlier(plan.run_dir)
@@ -337,7 +338,7 @@ def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
     metrics = plan.run_dir / "metrics.jsonl"
     if metrics.exists():
         require_regular(metrics)
-    missing, torn = (None, None) if plan.force_from is not None else missing_groups(plan, recovered, steps)
+    missing, torn = (None, None) if plan.resumption.force_from is not None else missing_groups(plan, recovered, steps)
     changed = begins_inputs(plan.run_dir, recovered.events, missing is None)
     if changed and missing is not None:  # the rows of groups that have begun may be others
         missing = tuple(dict.fromkeys([*missing, *_unfinished(state, Phase.RUNNING, Phase.PARKED)]))
@@ -407,10 +408,10 @@ def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) 
     state = recovered.scheduler.state
     trained = state.training.steps_trained
     usable = [(steps, path) for steps, path in saved if steps <= trained and steps in state.training.updates_in]
-    if plan.force_from is None:
+    if plan.resumption.force_from is None:
         _require_newest(plan, saved, recovered)
         return usable[-1] if usable else (0, None)
-    name = Path(plan.force_from).name
+    name = Path(plan.resumption.force_from).name
     if name == INITIAL:
         return 0, None
     for steps, path in usable:
@@ -418,7 +419,7 @@ def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) 
             return steps, path
     choices = ", ".join([*(path.name for _, path in usable), INITIAL])
     law = "is not a complete checkpoint of this run's current branch"
-    raise ConfigError("--force-from", plan.force_from, law, f"use one of: {choices}")
+    raise ConfigError("--force-from", plan.resumption.force_from, law, f"use one of: {choices}")
 
 
 def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> None:
@@ -439,7 +440,7 @@ def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Rec
 
 def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> list[str]:
     """Missing checkpoints that are older than the newest one."""
-    if plan.force_from is not None:
+    if plan.resumption.force_from is not None:
         return []
     state, present = recovered.scheduler.state, {steps for steps, _ in saved}
     deleted = {*state.checkpoints.surplus(state.limits), *state.orders.open("delete")}

@@ -141,7 +141,7 @@ class RunLoop:
 
     def take_settings(self) -> None:
         """Take the plan's changes of live settings, for `begin`. Raises: `ConfigError`."""
-        self._settings = after_resuming(self.scheduler, self.plan.settings, self.plan.replicas)
+        self._settings = after_resuming(self.scheduler, self.plan.resumption.settings, self.plan.replicas)
 
     def connect(
         self,
@@ -174,8 +174,8 @@ class RunLoop:
             self.scheduler, self.clock, self.recorder, self.executor, self._observe, self._before,
             0 if plan.run_dir is None else plan.snapshot_every, self._fail,
         )  # fmt: skip
-        if plan.metrics_port is not None:
-            self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
+        if plan.metrics is not None:
+            self.endpoint = Endpoint(plan, plan.metrics, self.metrics, self.driver, held, self.now)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
 
     def _limit_of_prompt(self) -> float | None:
@@ -192,7 +192,7 @@ class RunLoop:
         self.clock = self.driver.clock = LoopClock(self._at)
         lives = len(self.plan.lives())
         begun = history is not None and history.recovered.events > 0
-        resumed = history.event(lives, self.plan.again) if begun and history is not None else None
+        resumed = history.event(lives, self.plan.resumption.again) if begun and history is not None else None
         self.deliver(resumed or RunStarted(replicas=lives))
         self.deliver(*self._settings)
         self.announce()

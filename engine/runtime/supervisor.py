@@ -117,7 +117,7 @@ class Supervisor:
         enough = max(1, min(await self._processes.room(), len(replicas)))
         if self._plan.shares_gpus:  # vLLM measures what is free on its GPU as it starts
             await asyncio.gather(*others)
-        if 0 < self._plan.rollout_gpus < 1:  # replicas may be on one GPU, so they start one after another
+        if 0 < self._plan.gpus.replica_gpus < 1:  # replicas may be on one GPU, so they start one after another
             for life in replicas[:enough]:
                 life.opening = life.begin()
                 await life.opening

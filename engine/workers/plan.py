@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.events import RunInterrupted
+from engine.gpu_request import GpuRequest
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.protocols import Generator, Prompts, Scorer, Trainer
 from engine.states.limits import REWARDING, Limits
@@ -96,6 +97,58 @@ class WeightsWire(DistributedSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """Where a server of the run listens."""
+
+    port: int = 0
+    """0: any free port."""
+    host: str = "127.0.0.1"
+    hosts: Sequence[str] = ()
+    """Additional host names for requests to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """How a run is resumed."""
+
+    settings: Sequence[tuple[str, str]] = ()
+    """(path, value) of live settings to change. If `rollout.replicas` is among them, the run has `Plan.replicas`
+    replicas; otherwise as many as were last wanted."""
+    force_from: str | None = None
+    """Name of the checkpoint to go back to, or `initial` for the initial weights; later data is set aside. None: the
+    run resumes without loss, and a resume with missing data is refused."""
+    again: bool = False
+    """The launching process resumed the run by itself, not a user."""
+    interrupted: RunInterrupted | None = None
+    """With `again`: why the run could not continue, if its record does not say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """How the actors of a run on Ray notice that another one is gone."""
+
+    scheduler_restarts: int = 20
+    """How often Ray restarts the scheduler's process in one launch while the other processes continue; needs a
+    `run_dir`. Only Ray can count this, because no scheduler runs then. After that, the run is relaunched from its
+    record."""
+    orphan_s: float = 30.0
+    """Seconds after which actors end by themselves if the scheduler has ended and is not restarted."""
+    heartbeat_s: float = 10.0
+    """Seconds between heartbeats; an actor that misses `missed_beats` of them is lost. 0: no heartbeats."""
+    missed_beats: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """CPU threads of each process of a kind; 0: one for each core."""
+
+    replica: int = 1
+    trainer: int = 0
+    scorers: Sequence[int] = ()
+    """In the order of `Limits.scorers`; the others have as many as the trainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One run. Each `make_` function is called in the process that needs its result, on a thread, so it may block."""
 
@@ -106,7 +159,7 @@ class Plan:
     """In place of `make_rollout` if a replica has a part of a GPU: also gets that part, as `gpu_part`, so that it takes
     its part of the memory. None: `make_rollout`."""
     make_trainer: Callable[..., Trainer]
-    """Without arguments, unless there are several `trainer_nodes`."""
+    """Without arguments, unless there are several `gpus.trainer_nodes`."""
     make_prompts: Callable[[], Prompts]
     replicas: int = 1
     slots: int = 8
@@ -142,6 +195,8 @@ class Plan:
     through the weights store. None: through shared memory and Ray's object store."""
     resume: bool = False
     """Resume the run in `run_dir`."""
+    resumption: Resumption = field(default_factory=Resumption)
+    """With `resume`: how."""
     policies: Mapping[str, str] = field(default_factory=dict)
     run_dir: Path | None = None
     """Directory for record, metrics, checkpoints and logs; None: nothing is stored."""
@@ -151,22 +206,14 @@ class Plan:
     """The validation prompt of each row that `limits.validation` measures."""
     correct: tuple[str, ...] = ()
     """The reward functions that say whether a response is right; empty: its reward does."""
-    metrics_host: str = "127.0.0.1"
-    metrics_hosts: tuple[str, ...] = ()
-    """Additional host names for requests to it."""
-    metrics_port: int | None = None
-    """Port of the metrics endpoint. None: no endpoint; 0: any free port."""
-    control_host: str = "127.0.0.1"
-    control_hosts: tuple[str, ...] = ()
-    control_port: int | None = None
-    """Port of the control endpoint. None: no control; 0: any free port. Needs a `run_dir`, which holds the token."""
+    metrics: ServerAddress | None = None
+    """The metrics endpoint; None: no endpoint."""
+    control: ServerAddress | None = None
+    """The control endpoint; None: no control. Needs a `run_dir`, which holds the token."""
     most_replicas: int = 4096
     """Maximum number of replicas after `engine scale`."""
     silence_s: float = 300.0
     """Seconds without a change after which the run reports what it waits for."""
-    settings: Sequence[tuple[str, str]] = ()
-    """(path, value) of live settings to change when a run resumes. If `rollout.replicas` is among them, the run has
-    `replicas` replicas; otherwise as many as were last wanted."""
     endpoints: Path | None = None
     """Folder in which each running run announces its metrics endpoint; None: only in the run's directory."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -179,49 +226,11 @@ class Plan:
     """How the store uses its disk."""
     sample_policy: SamplePolicy = field(default_factory=SamplePolicy)
     """Which samples are kept in the run's directory, if there is one."""
-    force_from: str | None = None
-    """With `resume`: name of the checkpoint to go back to, or `initial` for the initial weights; later data is set
-    aside. None: the run resumes without loss, and a resume with missing data is refused."""
-    again: bool = False
-    """With `resume`: the launching process resumed the run by itself, not a user."""
-    interrupted: RunInterrupted | None = None
-    """With `again`: why the run could not continue, if its record does not say it."""
-    scheduler_restarts: int = 20
-    """How often Ray restarts the scheduler's process in one launch while the other processes continue; needs a
-    `run_dir`. Only Ray can count this, because no scheduler runs then. After that, the run is relaunched from its
-    record."""
-    orphan_s: float = 30.0
-    """Seconds after which actors end by themselves if the scheduler has ended and is not restarted."""
-    heartbeat_s: float = 10.0
-    """Seconds between heartbeats; an actor that misses `missed_beats` of them is lost. 0: no heartbeats."""
-    missed_beats: int = 3
-    rollout_threads: int = 1
-    trainer_threads: int = 0
-    """Number of CPU threads; 0: one for each core."""
-    scorer_threads: Sequence[int] = ()
-    """CPU threads of each scorer, in the order of `Limits.scorers`; the others have as many as the trainer."""
+    liveness: Liveness = field(default_factory=Liveness)
+    threads: Threads = field(default_factory=Threads)
+    gpus: GpuRequest = field(default_factory=GpuRequest)
     object_store_bytes: int | None = 256 << 20
     """Size of Ray's object store in a cluster that the run starts; None: as large as possible."""
-    rollout_gpus: float = 0.0
-    """GPUs of each replica. Above 1 it is a whole number, all on one node."""
-    rollout_spread: bool = False
-    """GPUs of a replica may be on several nodes, because vLLM's Ray executor reserves them one by one."""
-    rollout_sleeps: bool = True
-    """Whether a sleeping replica gives the memory of its GPU back."""
-    samples_on_gpus: bool = True
-    """Whether replicas use GPUs, if the cluster has any."""
-    trainer_gpus: float = 0.0
-    trains_on_gpus: bool = True
-    """Whether the trainer and the scorers use GPUs, if the cluster has any."""
-    trainer_ranks: int = 1
-    """Processes of the trainer. Each needs a GPU if the cluster has GPUs; `trainer_gpus` is the sum for all of them."""
-    trainer_nodes: int = 1
-    """Nodes of the cluster over which the trainer's processes are divided evenly. With more than one, `make_trainer`
-    gets a `training.ranked_trainer.Nodes` as `nodes`."""
-    scorer_gpus: float = 0.0
-    """GPUs of each scorer."""
-    pool_shares: Sequence[float] = ()
-    """Share of the cluster's GPUs for each of `limits.pools`; empty: every actor has the same share."""
 
     def __post_init__(self) -> None:
         self.limits.require_replicas(self.replicas)
@@ -235,7 +244,7 @@ class Plan:
         """What makes a replica's generators, in its process."""
         if self.make_sharing_rollout is None or not self.shares_gpus:
             return self.make_rollout
-        return partial(self.make_sharing_rollout, gpu_part=self.rollout_gpus)
+        return partial(self.make_sharing_rollout, gpu_part=self.gpus.replica_gpus)
 
     def require_scorers(self) -> None:
         """Raises: `ConfigError` if scoring tasks have a separate pool but no scorer can be made."""
@@ -262,13 +271,13 @@ class Plan:
     @property
     def guests(self) -> tuple[ReplicaId, ...]:
         """Replicas that share the GPUs of the trainer's ranks, with which they take turns."""
-        shares = self.trainer_ranks > 1 and self.trainer_gpus > 0 and self.rollout_gpus > 0
+        shares = self.gpus.ranks > 1 and self.gpus.trainer_gpus > 0 and self.gpus.replica_gpus > 0
         return self.limits.beside_trainer if shares else ()
 
     @property
     def shares_gpus(self) -> bool:
         """Whether replicas may be on a GPU with other processes."""
-        return 0 < self.rollout_gpus < 1 or bool(self.guests)
+        return 0 < self.gpus.replica_gpus < 1 or bool(self.guests)
 
     def lives(self) -> list[ReplicaId]:
         """Every replica to start: those that generate, then those that only validate."""

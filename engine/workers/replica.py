@@ -123,7 +123,7 @@ class ReplicaWorker(Worker):
 
     @property
     def threads(self) -> int:
-        return self.plan.rollout_threads
+        return self.plan.threads.replica
 
     async def _open(self, restore: Restore | None) -> None:
         self.rollout = rollout = await on_a_thread(self.plan.rollout_maker, self.index)

@@ -49,8 +49,8 @@ class ScorerWorker(OrderQueue):
 
     @property
     def threads(self) -> int:
-        given = self.plan.scorer_threads
-        return given[self.index] if self.index < len(given) else self.plan.trainer_threads
+        given = self.plan.threads.scorers
+        return given[self.index] if self.index < len(given) else self.plan.threads.trainer
 
     async def _open(self, restore: Restore | None) -> None:
         make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]

@@ -162,7 +162,7 @@ class TrainerWorker(OrderQueue):
 
     @property
     def threads(self) -> int:
-        return self.plan.trainer_threads
+        return self.plan.threads.trainer
 
     async def _open(self, restore: Restore | None) -> None:
         self._progress = SerialProgress(self.progress_every_s, self.peers.emit)

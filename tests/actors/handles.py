@@ -29,7 +29,7 @@ from engine.runtime.process_port import SentOrder, Sign, source_of
 from engine.runtime.supervisor import Supervisor
 from engine.runtime.wire import unpack_orders
 from engine.scheduling.scheduler import Scheduler
-from engine.workers.plan import Plan
+from engine.workers.plan import Liveness, Plan
 
 ACTORS = {"RolloutActor", "TrainerActor", "ScorerActor", "AddedStatesActor"}
 
@@ -156,7 +156,7 @@ class Scene:
         gateway: bool = False,
         **changes: Any,
     ) -> None:
-        self.plan: Plan = plan(run_dir, **{"heartbeat_s": 0.0, **changes})
+        self.plan: Plan = plan(run_dir, **{"liveness": Liveness(heartbeat_s=0.0), **changes})
         self.cluster = cluster
         self.scheduler = Scheduler(self.plan.limits)
         for number, event in enumerate(events):

@@ -18,6 +18,7 @@ from ray_plans import PROMPTS, Counter, Quick, check_record, limited, plan, rest
 
 from engine.actors.launch import start
 from engine.actors.rank_hosts import RankNodes
+from engine.gpu_request import GpuRequest
 from engine.runtime.prompt_sources import listed
 from engine.runtime.stacks import can_answer
 from engine.states.limits import Pool
@@ -97,7 +98,8 @@ def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int
             ray.kill(others.pop())
 
     made = plan(
-        directory, make_rollout=rollout, make_trainer=trainer, restore_trainer=restore_counter, trainer_ranks=2
+        directory, make_rollout=rollout, make_trainer=trainer, restore_trainer=restore_counter,
+        gpus=GpuRequest(ranks=2),
     )  # fmt: skip
     with start(made, show) as run:
         assert run.wait().outcome == "finished"
@@ -127,7 +129,7 @@ def in_turns(directory: Path) -> tuple[str, dict[str, tuple[str, int]], dict[str
 
     made = plan(
         directory, make_rollout=rollout, make_trainer=trainer, restore_trainer=restore_counter,
-        trainer_ranks=NODES[0],
+        gpus=GpuRequest(ranks=NODES[0]),
     )  # fmt: skip
     pool = Pool(tasks=("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "validation"), replicas=(0, 1))
     with start(limited(made, pools=(pool,))) as run:
@@ -170,7 +172,9 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         return Counter()
 
     before = set(placement_group_table())
-    with start(plan(directory, make_rollout=rollout, make_trainer=trainer, trainer_ranks=4, trainer_nodes=2)) as run:
+    with start(
+        plan(directory, make_rollout=rollout, make_trainer=trainer, gpus=GpuRequest(ranks=4, trainer_nodes=2))
+    ) as run:
         assert run.wait().outcome == "finished"
     row = next(row for key, row in placement_group_table().items() if key not in before)
     written = {path.name.removeprefix("place-"): path.read_text().split() for path in directory.glob("place-*")}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from placed_runs import GPUS, NODES, carried_out, connect, in_turns, ranks_apart, reserved_first
 
+from engine.gpu_request import GpuRequest
+
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
@@ -22,7 +24,7 @@ def test_a_new_life_of_a_replica_gets_the_gpus_of_the_one_before(
     cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     """Each actor sees the GPUs that it was given, and none if it needs none."""
-    changes = {"replicas": 1, "rollout_gpus": 4.0, "trains_on_gpus": False}
+    changes = {"replicas": 1, "gpus": GpuRequest(replica_gpus=4.0, trains_on_gpus=False)}
     story = cluster_of_gpus.submit(carried_out, tmp_path, deadly=3, **changes).result()
     assert story.outcome == "finished"
     lives = list(story.given.values())

@@ -22,11 +22,12 @@ from engine.runtime.prompt_sources import listed
 from engine.runtime.stacks import dump_stacks, stacks_file
 from engine.states.limits import Limits, Pool
 from engine.states.timeouts import KINDS, Timeouts
+from engine.workers.plan import Liveness
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 PROMPTS = 30 * 4
-BEATS = {"heartbeat_s": 1.0, "missed_beats": 3}
+BEATS = Liveness(heartbeat_s=1.0, missed_beats=3)
 SILENT = "gave no sign of life for 3 s and was killed; "
 
 
@@ -53,7 +54,7 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
     run_dir = tmp_path / "run"
-    own = plan(run_dir, paced, make_prompts=partial(slow_to_recover, tmp_path / "begun"), **BEATS)
+    own = plan(run_dir, paced, make_prompts=partial(slow_to_recover, tmp_path / "begun"), liveness=BEATS)
     gate = Gate(tmp_path / "gate")
     extension = {"extensions": ["endless_policy"], "code_dir": str(Path(__file__).parent)}
     own = replace(
@@ -121,7 +122,7 @@ def test_a_run_stops_what_hangs_and_not_what_waits_for_it(tmp_path: Path) -> Non
         pools=(Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",))),
     )  # fmt: skip
     own = plan(
-        tmp_path, slow, limits=limits, heartbeat_s=0.0, make_scorer=lambda tasks: Zeros(),
+        tmp_path, slow, limits=limits, liveness=Liveness(heartbeat_s=0.0), make_scorer=lambda tasks: Zeros(),
         make_trainer=partial(HangsOnce, tmp_path / "trainer-hung"), restore_trainer=restore_counter,
         make_prompts=lambda: listed([f"question {n}" for n in range(steps * 4)]),
     )  # fmt: skip

@@ -29,7 +29,7 @@ from engine.protocols import Batch
 from engine.record import read
 from engine.record.files import RecordLock
 from engine.runtime.prompt_sources import listed
-from engine.workers.plan import Plan, Rollout
+from engine.workers.plan import Liveness, Plan, Rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
@@ -124,7 +124,7 @@ def test_a_run_begins_again_from_its_record_when_what_hangs_cannot_be_replaced(t
     gate = Gate(tmp_path / "gate")
     own = plan(
         tmp_path, make_rollout=gate.before(2 * 4 + 3, partial(scarce, tmp_path)), make_trainer=Working,
-        scheduler_restarts=0, heartbeat_s=1.0, missed_beats=3,
+        liveness=Liveness(scheduler_restarts=0, heartbeat_s=1.0, missed_beats=3),
     )  # fmt: skip
     with start(own) as run:
         run.note = said.append
@@ -160,10 +160,12 @@ from pathlib import Path
 import ray
 from ray_plans import endless, plan
 from engine.actors.launch import start
+from engine.workers.plan import Liveness
 ray.init(address={address!r}, log_to_driver=False)
 runs = []
 for name, orphan_s in (("gone", 1.0), ("left", 3600.0)):
-    runs.append(start(plan(Path({directory!r}, name), endless, orphan_s=orphan_s, trajectories="memory")))
+    liveness = Liveness(orphan_s=orphan_s)
+    runs.append(start(plan(Path({directory!r}, name), endless, liveness=liveness, trajectories="memory")))
     print("up", flush=True)
 sys.stdin.read()
 """

@@ -32,7 +32,7 @@ from engine.policies import state_registry
 from engine.protocols import Batch
 from engine.runtime.prompt_sources import listed
 from engine.states.limits import AddedState
-from engine.workers.plan import Plan
+from engine.workers.plan import Liveness, Plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -116,7 +116,7 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
 
 
 def test_a_scheduler_that_is_killed_takes_its_actors_along_and_is_reported(tmp_path: Path) -> None:
-    with start(limited(plan(tmp_path, endless, scheduler_restarts=0), run_restarts=0)) as run:
+    with start(limited(plan(tmp_path, endless, liveness=Liveness(scheduler_restarts=0)), run_restarts=0)) as run:
         (scheduler,) = [p for p in actors_of_ours() if "SchedulerActor" in _title(p)]
         os.kill(scheduler.pid, signal.SIGKILL)
         status = run.wait()

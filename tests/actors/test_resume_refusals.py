@@ -17,6 +17,7 @@ from engine.record.segment_log import Index, seal_of, store_index
 from engine.runtime.run_history import history_of
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
+from engine.workers.plan import Resumption
 from tests.core.test_recovery import until_trained, world
 from tests.killed_writers import leave_open
 
@@ -71,7 +72,7 @@ def test_a_checkpoint_that_was_saved_and_is_not_there_is_named(
     lose(scene)
     said = refused(scene, f"step-00000{SAVED} is missing, but the record says that it was saved.*--force-from {left}")
     assert isinstance(said, RunDamaged)
-    history = scene.history(force_from=left)
+    history = scene.history(resumption=Resumption(force_from=left))
     assert history.restore.steps == (0 if left == "initial" else 1) and not history.event(replicas=1).kept
 
 
@@ -105,7 +106,7 @@ def test_newest_segments_of_the_record_that_are_missing_are_named(scene: Scene) 
     schedule = scene.directory.parent / "schedule"
     store_index(schedule, Index([seal_of(schedule / "00000000.seg"), None]))
     refused(scene, f"{schedule / '00000001.seg'} is missing, but index.json lists it")
-    assert scene.history(force_from="step-000002").restore.steps == SAVED
+    assert scene.history(resumption=Resumption(force_from="step-000002")).restore.steps == SAVED
 
 
 def test_a_record_that_ends_before_a_checkpoint_lacks_its_newest_events(scene: Scene) -> None:
@@ -114,7 +115,7 @@ def test_a_record_that_ends_before_a_checkpoint_lacks_its_newest_events(scene: S
     save_checkpoint(trainer, checkpoints(scene), trainer.steps)
     newest = f"step-00000{TRAINED + 2}"
     refused(scene, f"ends after {TRAINED} train steps, but {newest} holds {TRAINED + 2}: the newest events are missing")
-    history = scene.history(force_from="step-000002")
+    history = scene.history(resumption=Resumption(force_from="step-000002"))
     assert history.restore.steps == SAVED
     assert (checkpoints(scene) / f".{newest}-left-1" / "steps").read_text() == str(TRAINED + 2)
 
@@ -125,7 +126,7 @@ def test_trajectories_that_are_not_there_are_named(scene: Scene, empty: bool) ->
     if empty:
         scene.directory.mkdir()
     refused(scene, f"{scene.directory} {'holds no trajectories' if empty else 'is missing'}, but the record refers to")
-    assert not scene.history(force_from="step-000002").event(replicas=1).kept
+    assert not scene.history(resumption=Resumption(force_from="step-000002")).event(replicas=1).kept
 
 
 def test_a_store_with_a_torn_end_is_not_cut_before_all_is_found(scene: Scene) -> None:
@@ -155,7 +156,7 @@ def test_to_begin_anew_everything_is_put_aside(scene: Scene) -> None:
     run_dir = scene.directory.parent
     before = everything(run_dir)
     rows = (run_dir / "metrics.jsonl").read_text()
-    history = scene.history(force_from="initial")
+    history = scene.history(resumption=Resumption(force_from="initial"))
     assert history.restore.checkpoint is None and history.restore.steps == 0
     event = history.event(replicas=1)
     assert event.steps == 0 and not event.kept
@@ -185,7 +186,7 @@ def test_a_resume_that_sets_data_aside_deletes_what_earlier_ones_set_aside(scene
 
     before = left()
     assert scene.history().aside == () and left() == before, "nothing is set aside"
-    aside = {path.name for path in scene.history(force_from="step-000001").aside}
+    aside = {path.name for path in scene.history(resumption=Resumption(force_from="step-000001")).aside}
     assert left() == aside and aside >= {".step-000002-left-1", ".trajectories-left-1"}
 
 

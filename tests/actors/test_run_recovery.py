@@ -22,7 +22,7 @@ from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from engine.storage.group_codec import pack_group
 from engine.trajectory import Prompt, TrajectoryGroup
-from engine.workers.plan import Plan
+from engine.workers.plan import Plan, Resumption
 from tests.core.added_states import CHECKING, WEIGHING
 from tests.core.test_recovery import busy, world
 from tests.killed_writers import leave_open
@@ -151,7 +151,7 @@ def test_a_run_with_an_incomplete_batch_branches_only_with_force_from(scene: Sce
     before = {path.name: path.read_bytes() for path in scene.directory.iterdir()}
     with pytest.raises(RunDamaged, match=rf"{scene.directory} lacks group {lost} .*--force-from step-000002"):
         scene.history()
-    history = scene.history(force_from="step-000002")
+    history = scene.history(resumption=Resumption(force_from="step-000002"))
     event = history.event(replicas=1)
     assert not event.kept and event.steps == SAVED and set(event.consumed) == set(scene.trained)
     assert scene.held() == set()
@@ -220,8 +220,8 @@ def test_a_damaged_store_is_refused_with_a_remedy_and_force_from_works_without_i
     with pytest.raises(
         ConfigError, match=r"--force-from 'step-000003' .*use one of: step-000001, step-000002, initial"
     ):
-        scene.history(force_from="step-000003")
-    history = scene.history(force_from="step-000001")
+        scene.history(resumption=Resumption(force_from="step-000003"))
+    history = scene.history(resumption=Resumption(force_from="step-000001"))
     assert history.restore.steps == 1 and not history.event(replicas=1).kept and scene.held() == set()
     aside = scene.directory.parent / "checkpoints" / ".step-000002-left-1"
     assert (aside / "steps").read_text() == "2", "the newer one is put aside, not touched"
@@ -266,7 +266,9 @@ def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
 
 def test_an_interruption_is_recorded_and_the_record_decides_if_the_run_restarts(scene: Scene) -> None:
     def interrupted(number: int) -> RunHistory:
-        return scene.history(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
+        return scene.history(
+            resumption=Resumption(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
+        )
 
     scene.fill()
 
@@ -286,7 +288,10 @@ def test_an_interruption_of_a_run_that_begins_again_already_is_not_recorded(scen
     scene.fill()
     died = RunInterrupted(reason="the scheduler died")
     for _ in range(2):
-        assert scene.history(again=True, interrupted=died).recovered.scheduler.state.ending.restarts == 1
+        assert (
+            scene.history(resumption=Resumption(again=True, interrupted=died)).recovered.scheduler.state.ending.restarts
+            == 1
+        )
     assert len(events_of(scene.directory.parent, RunInterrupted)) == 1
 
 
@@ -294,6 +299,6 @@ def test_a_torn_end_is_cut_once_when_an_interruption_is_recorded_behind_it(scene
     scene.fill()
     path = scene.directory.parent / "schedule" / "00000000.seg"
     path.write_bytes(path.read_bytes()[:-3])
-    history = scene.history(again=True, interrupted=RunInterrupted(reason="the scheduler died"))
+    history = scene.history(resumption=Resumption(again=True, interrupted=RunInterrupted(reason="the scheduler died")))
     assert history.recovered.torn is None and history.recovered.scheduler.state.ending.restarts == 1
     assert replay(read(path.parent)).divergence is None

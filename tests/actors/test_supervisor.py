@@ -28,13 +28,15 @@ from engine.events import (
     ReplicasWanted,
     RunStarted,
 )
+from engine.gpu_request import GpuRequest
 from engine.runtime.stacks import register_stacks, stacks_file
 from engine.runtime.wire import unpack_orders
 from engine.states.limits import Pool
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
-from engine.workers.plan import Redo, Restore
+from engine.workers.plan import Liveness, Redo, Restore
 
+PATIENT = Liveness(heartbeat_s=0.01, missed_beats=10_000)
 ENDED = "it ended while there was no scheduler"
 
 
@@ -64,14 +66,14 @@ def test_a_replica_of_several_gpus_has_them_in_one_group(
         return SimpleNamespace(name="")
 
     monkeypatch.setattr(placement, "placement_group", note)
-    placed = placement.place(plan(tmp_path, rollout_gpus=2.0, rollout_spread=spread), 0, None)
+    placed = placement.place(plan(tmp_path, gpus=GpuRequest(replica_gpus=2.0, spread=spread)), 0, None)
     assert made == [(strategy, bundles)] and placed.options["num_gpus"] == own
 
 
 @played
 async def test_a_trainer_without_room_says_that_it_waits(tmp_path: Path, cluster: RayOfHandles) -> None:
     cluster.gpus, cluster.up_at_once = 1.0, False
-    scene = Scene(tmp_path, cluster, trainer_gpus=2.0, heartbeat_s=0.01, missed_beats=10_000)
+    scene = Scene(tmp_path, cluster, gpus=GpuRequest(trainer_gpus=2.0), liveness=PATIENT)
     await scene.begin(TRAINER, 0, 2)
     (waits,) = scene.events
     assert isinstance(waits, ProcessWaits) and (waits.kind, waits.incarnation) == (TRAINER, 2)
@@ -139,8 +141,8 @@ async def test_the_trainer_loads_before_replicas_that_share_its_gpu(
     """`begun`: starts of each replica before and after that of the trainer. Two on one GPU start one after another."""
     cluster.up_at_once = False
     limits = replace(plan(tmp_path).limits, pools=pools)
-    given: dict[str, Any] = {"limits": limits, "rollout_gpus": gpus, "trainer_gpus": gpus * ranks}
-    scene = Scene(tmp_path, cluster, replicas=2, trainer_ranks=ranks, **given)
+    request = GpuRequest(replica_gpus=gpus, trainer_gpus=gpus * ranks, ranks=ranks)
+    scene = Scene(tmp_path, cluster, replicas=2, limits=limits, gpus=request)
     opening = asyncio.ensure_future(scene.supervisor.open())
     await settled()
     replicas, trainer = [scene.handle("rollout-0/1"), scene.handle("rollout-1/1")], scene.handle("trainer/1")
@@ -157,10 +159,10 @@ def test_a_cluster_refuses_replicas_that_share_gpus_of_ranks_but_do_not_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "node_gpus", lambda: [2.0])
-    shared = plan(tmp_path, replicas=2, limits=replace(plan(tmp_path).limits, pools=(POOL,)), trainer_ranks=2)
+    shared = plan(tmp_path, replicas=2, limits=replace(plan(tmp_path).limits, pools=(POOL,)), gpus=GpuRequest(ranks=2))
     assert placement.with_gpus(shared)[0].guests == (0, 1)
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        placement.with_gpus(replace(shared, rollout_sleeps=False))
+        placement.with_gpus(replace(shared, gpus=GpuRequest(ranks=2, sleeps=False)))
 
 
 @pytest.mark.parametrize("kind", [REPLICA, TRAINER])
@@ -171,7 +173,7 @@ async def test_an_actor_that_cannot_be_made_is_a_life_that_is_lost(
     """It is no exception of whoever orders: that would end the run. What else was ordered is carried out before."""
     source = "rollout-0" if kind == REPLICA else "trainer"
     cluster.refuses = f"{source}/1"
-    scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
+    scene = Scene(tmp_path, cluster, gpus=GpuRequest(replica_gpus=2.0))
     scene.start(kind, 0, 1)
     assert scene.events == []
     await settled()
@@ -200,7 +202,7 @@ async def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
     cluster.gpus = 1.0
-    scene = Scene(tmp_path, cluster, rollout_gpus=1.0, heartbeat_s=0.01, missed_beats=10_000)
+    scene = Scene(tmp_path, cluster, gpus=GpuRequest(replica_gpus=1.0), liveness=PATIENT)
     await scene.begin(REPLICA, 0, 1)
     cluster.up_at_once = False
     await scene.begin(REPLICA, 1, 1)
@@ -284,7 +286,7 @@ async def test_a_run_begins_with_enough_replicas_and_hears_of_a_late_one_after_i
     tmp_path: Path, cluster: RayOfHandles, fails: str
 ) -> None:
     cluster.gpus, cluster.up_at_once = 2.0, False
-    scene = Scene(tmp_path, cluster, rollout_gpus=1.0, replicas=3)
+    scene = Scene(tmp_path, cluster, gpus=GpuRequest(replica_gpus=1.0), replicas=3)
     opening = asyncio.ensure_future(scene.supervisor.open())
     await settled()
     assert [*cluster.handles] == ["rollout-0/1", "rollout-1/1", "rollout-2/1", "trainer/1"]
@@ -402,7 +404,7 @@ async def test_another_process_takes_over_what_the_state_lists_and_reports_what_
     lost: list[tuple[str, int, str]],
 ) -> None:
     cluster.set_aside += [name for name in living if name.startswith("rollout")]
-    scene = Scene(tmp_path, cluster, events, living, silent, rollout_gpus=2.0)
+    scene = Scene(tmp_path, cluster, events, living, silent, gpus=GpuRequest(replica_gpus=2.0))
     scene.take_over()
     await settled()
     assert sorted(cluster.killed) == sorted(killed)
@@ -548,7 +550,7 @@ async def test_a_weights_store_that_does_not_answer_has_nothing(
         await asyncio.Event().wait()
         return 0
 
-    scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
+    scene = Scene(tmp_path, cluster, liveness=Liveness(heartbeat_s=0.005, missed_beats=2))
     scene.newest = silent if how == "silent" else dead
     scene.start(TRAINER, 0, 1)
     await scene.hears(ProcessLost)
@@ -581,7 +583,7 @@ async def test_a_store_that_says_that_it_is_full_is_lost_for_good_and_a_gateway_
 async def test_of_a_process_that_hangs_the_loss_names_its_stacks(
     tmp_path: Path, cluster: RayOfHandles, here: bool
 ) -> None:
-    scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
+    scene = Scene(tmp_path, cluster, liveness=Liveness(heartbeat_s=0.005, missed_beats=2))
     file = stacks_file(tmp_path, "rollout-0" if here else "rollout-1")
     register_stacks(file)
     cluster.pid = os.getpid()

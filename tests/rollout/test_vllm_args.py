@@ -11,6 +11,7 @@ from vllm_arguments import require_vllm
 from engine.config import check_backend
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
+from engine.gpu_request import GpuRequest
 from engine.ids import ReplicaId
 from engine.plans.rollouts import vllm_args
 from engine.plans.run_inputs import Inputs
@@ -111,11 +112,11 @@ def test_a_rollout_gets_its_part_of_a_shared_gpu() -> None:
     unused: Any = None
     plan = Plan(
         limits=limits, samples=1, make_rollout=alone, make_sharing_rollout=sharing, make_trainer=unused,
-        make_prompts=unused, rollout_gpus=0.5, trainer_gpus=0.25,
+        make_prompts=unused, gpus=GpuRequest(replica_gpus=0.5, trainer_gpus=0.25),
     )  # fmt: skip
     plan.rollout_maker(3)
     for gpus in (0.0, 1.0, 2.0):
-        replace(plan, rollout_gpus=gpus).rollout_maker(4)
+        replace(plan, gpus=GpuRequest(replica_gpus=gpus)).rollout_maker(4)
     replace(plan, make_sharing_rollout=None).rollout_maker(5)
     assert (shared, whole) == ([(3, 0.5)], [4, 4, 4, 5])
 

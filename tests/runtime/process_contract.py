@@ -26,7 +26,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool
 from engine.states.process import REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt, Trajectory
-from engine.workers.plan import Plan, Rollout
+from engine.workers.plan import Liveness, Plan, Rollout
 
 SLOTS = 3
 ENDLESS = 100
@@ -93,7 +93,8 @@ def contract_plan(directory: Path) -> Plan:
         train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2, scoring_tasks=("old_logprobs",), pools=pools
     )
     return Plan(
-        limits=limits, samples=1, replicas=1, slots=SLOTS, run_dir=directory, trajectories="memory", heartbeat_s=0.0,
+        limits=limits, samples=1, replicas=1, slots=SLOTS, run_dir=directory, trajectories="memory",
+        liveness=Liveness(heartbeat_s=0.0),
         make_rollout=lambda replica: Rollout(generator=Sampler(directory)), make_trainer=partial(Learner, directory),
         make_scorer=lambda tasks: begin(directory, SCORER), make_prompts=prompts,
     )  # fmt: skip

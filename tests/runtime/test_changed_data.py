@@ -30,7 +30,7 @@ from engine.states.limits import Limits, ValidationLimits
 from engine.tasks.dataset import Dataset
 from engine.tasks.source_files import PassRate
 from engine.trajectory import Prompt
-from engine.workers.plan import Plan, Rollout
+from engine.workers.plan import Plan, Resumption, Rollout
 
 FIGURES: dict[str, Any] = {
     "train_batch_size": 4, "max_staleness_steps": 1, "max_concurrent_groups": 8, "checkpoint_every": 3,
@@ -143,7 +143,7 @@ def test_a_run_that_goes_back_behind_a_change_draws_present_rows(tmp_path: Path,
     for name, rows in (("a", 10), ("b", 30)):
         write(tmp_path, name, [f"other {name} {row}" for row in range(rows)])
     scene.run(copy, [8], accept=True)
-    trained = Counter(scene.run(Path(f"{copy}-8"), accept=False, force_from="initial").texts())
+    trained = Counter(scene.run(Path(f"{copy}-8"), accept=False, resumption=Resumption(force_from="initial")).texts())
     assert trained == Counter(texts_in(tmp_path))
 
 

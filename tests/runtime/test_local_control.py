@@ -16,6 +16,7 @@ from engine.control.requests import Drain, Look
 from engine.protocols import Batch, GroupWork
 from engine.runtime.local import run_plan
 from engine.trajectory import Trajectory
+from engine.workers.plan import ServerAddress
 
 
 class Silences(logging.Handler):
@@ -57,7 +58,7 @@ def test_a_silent_run_says_what_it_waits_for_and_an_overlong_drain_becomes_a_sto
             closed.wait(60)
             return {}
 
-    mine = plan(tmp_path, lambda replica: Hanging(), make_trainer=Stuck, control_port=0, silence_s=0.1)
+    mine = plan(tmp_path, lambda replica: Hanging(), make_trainer=Stuck, control=ServerAddress(), silence_s=0.1)
     logging.getLogger("engine").addHandler(silences)
     try:
         result = run_plan(replace(mine, limits=replace(mine.limits, drain_s=0.2)))

@@ -12,6 +12,7 @@ from engine.metrics import sinks
 from engine.metrics.address_files import FILE, FOLDER, HOST
 from engine.protocols import Batch
 from engine.runtime.local import run_plan
+from engine.workers.plan import ServerAddress
 
 RUN = "20260101-000000-watched"
 
@@ -30,7 +31,7 @@ def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:
                     seen.append(answer.read().decode())
             return super().train(batch)
 
-    run_plan(plan(run_dir, make_trainer=Looking, metrics_port=0, endpoints=endpoints))
+    run_plan(plan(run_dir, make_trainer=Looking, metrics=ServerAddress(), endpoints=endpoints))
     assert "engine_train_steps_total 2.0" in seen[0]
     assert list(endpoints.iterdir()) == [] and not (run_dir / FILE).exists()
 
@@ -43,7 +44,10 @@ def test_a_run_continues_without_its_sinks_or_an_announced_metrics_endpoint(
     blocked = str(tmp_path / "file" / "folder")
     blocked_sinks = {"mlflow": {"uri": f"file://{blocked}"}, "tensorboard": {"dir": blocked}}
     run_dir = tmp_path / "run"
-    assert run_plan(plan(run_dir, metrics_port=0, endpoints=Path(blocked), sinks=blocked_sinks)).steps == PROMPTS // 4
+    assert (
+        run_plan(plan(run_dir, metrics=ServerAddress(), endpoints=Path(blocked), sinks=blocked_sinks)).steps
+        == PROMPTS // 4
+    )
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == PROMPTS // 4
     for name in blocked_sinks:
         assert f"{name} cannot be opened; the run continues without it" in caplog.text

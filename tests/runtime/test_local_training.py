@@ -18,6 +18,7 @@ from engine.protocols import Batch
 from engine.runtime.local import run_plan
 from engine.storage import run_directory
 from engine.training.model_trainer import ModelTrainer
+from engine.workers.plan import Resumption
 
 STEPS, BATCH = 8, 4
 
@@ -130,6 +131,6 @@ def test_a_run_that_resumes_in_another_directory_makes_no_new_model(
     monkeypatch.chdir(elsewhere)
     again = run_directory.open_run(here / "runs" / run.path.name)
     resumed, settings = resumption_of(again, again.config, ["run.max_steps=2"])
-    plan = replace(plan_of(resumed, again.path), resume=True, settings=tuple(settings))
+    plan = replace(plan_of(resumed, again.path), resume=True, resumption=Resumption(settings=tuple(settings)))
     assert run_plan(plan).steps == 2
     assert made() == models and not list(elsewhere.iterdir())

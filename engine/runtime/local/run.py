@@ -41,7 +41,7 @@ from engine.storage.checkpoints import list_checkpoints
 from engine.storage.input_files import read_inputs, write_inputs
 from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
-from engine.workers.plan import Plan, Restore, Rollout, Work
+from engine.workers.plan import Plan, Restore, Resumption, Rollout, ServerAddress, Work
 from engine.workers.threads import contained
 from engine.workers.worker import end_tasks
 
@@ -150,11 +150,11 @@ async def run_async(
         run_dir=None if run_dir is None else Path(run_dir),
         held_out=as_prompts(held_out),
         resume=resume,
-        force_from=force_from,
+        resumption=Resumption(force_from=force_from),
         trajectories=trajectories,
         sample_policy=sample_policy or SamplePolicy(),
-        metrics_port=metrics_port,
-        control_port=control_port,
+        metrics=None if metrics_port is None else ServerAddress(port=metrics_port),
+        control=None if control_port is None else ServerAddress(port=control_port),
     )
     return await _opened(plan, given, prompts, held_out).to_end()
 
@@ -212,8 +212,8 @@ class LocalRun:
     def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
         """`can_make`: whether another incarnation of a replica can be made."""
         exempt_own_servers()
-        ports = [("metrics", plan.metrics_host, plan.metrics_port), ("control", plan.control_host, plan.control_port)]
-        check_addresses((section, host, port) for section, host, port in ports if port is not None)
+        servers = {"metrics": plan.metrics, "control": plan.control}
+        check_addresses((section, one.host, one.port) for section, one in servers.items() if one is not None)
         if plan.run_dir is not None:
             (make_run_private if plan.resume else make_run_directory)(plan.run_dir)
             _tell_missing_package(plan)
@@ -390,7 +390,7 @@ def _as_recorded(plan: Plan, trainer: Trainer, rows: Mapping[str, bytes]) -> Pla
     trainer cannot load its checkpoints.
     """
     assert plan.run_dir is not None
-    header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
+    header = read(plan.run_dir / "schedule", missing_end=plan.resumption.force_from is not None).header
     if header.config:
         law = "holds a run that was started from a configuration"
         raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
@@ -411,7 +411,8 @@ def _as_recorded(plan: Plan, trainer: Trainer, rows: Mapping[str, bytes]) -> Pla
     if recorded.max_steps != plan.limits.max_steps:
         steps = plan.limits.max_steps
         setting = (MAX_STEPS, "null" if steps is None else str(steps))
-        plan = replace(plan, limits=replace(plan.limits, max_steps=recorded.max_steps), settings=(setting,))
+        limits = replace(plan.limits, max_steps=recorded.max_steps)
+        plan = replace(plan, limits=limits, resumption=replace(plan.resumption, settings=(setting,)))
     then, now = recorded.to_plain(), plan.limits.to_plain()
     for name, value in then.items():
         if now[name] != value:
