@@ -970,7 +970,7 @@ def test_a_replay_says_that_it_is_identical(capsys: Capture, recorded: Path) -> 
 
 
 def test_a_replay_that_diverges_exits_1(capsys: Capture, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.groups._admit_groups", lambda core, most: None)
+    monkeypatch.setattr("engine.scheduling.groups._admit_groups", lambda *given: None)
     assert cli.main(["replay", str(recorded)]) == 1
     said = capsys.readouterr().out
     assert "diverged at tick" in said and "expected" in said and "got" in said

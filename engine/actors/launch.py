@@ -3,7 +3,7 @@
 The command line and users with a custom plan call it. The scheduler actor is a child of this process and ends with it;
 the other actors end soon after. If the scheduler requests a new launch or cannot be restarted by Ray, this process
 resumes the run from its record. In the second case the new scheduler decides whether the run continues
-(`scheduling/issued_commands.py`).
+(`State.end_run`).
 """
 
 import dataclasses

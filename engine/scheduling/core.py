@@ -1,10 +1,10 @@
-"""What every handler and reaction works on: the state of a run, the commands of this tick, and the policies."""
+"""What every handler and reaction works on: the state of a run, and the policies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine.ids import Version
+from engine.events import TimerFired
+from engine.ids import GroupId, Version
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.issued_commands import Orders
 from engine.states.state import State
 
 
@@ -13,8 +13,11 @@ class Core:
     """One scheduler. Handlers and reactions are functions over it; no other code changes the state."""
 
     state: State
-    orders: Orders
     decisions: Decisions
+    fired: dict[str, TimerFired] = field(default_factory=dict)
+    """The timers that fired in this tick and were not acted on, by name."""
+    discards: list[GroupId] = field(default_factory=list)
+    """The groups whose trajectories are to be discarded at the end of this tick."""
     searched: tuple[Version, list[int]] | None = None
     """The newest version of an idle replica and the newest order of each slow one, at the last search that found room
     for all groups to move: it need not be repeated before one of these changes."""

@@ -9,6 +9,7 @@ from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica
 from engine.scheduling.lifetimes import REASON_LENGTH, launch_replicas, stop_process
 from engine.scheduling.pools import send_to_sleep
+from engine.scheduling.timers import limit_timer
 from engine.scheduling.weights import note_none_left
 from engine.states.orders import DRAIN
 from engine.states.replica import AT_REST, Replica
@@ -28,12 +29,12 @@ def limit_drain(core: Core) -> None:
     """Limit the drain that is in progress, if there is one."""
     ending = core.state.ending
     if ending.draining:
-        core.orders.limit_timer(DRAIN, ending.draining_since, core.state.limits.drain_s)
+        limit_timer(core, DRAIN, ending.draining_since, core.state.limits.drain_s)
 
 
 def on_drain_timer(core: Core) -> None:
     """The drain has exceeded its time limit: stop the run without waiting for the rest."""
-    core.orders.end_run("stopped", f"the drain exceeded durability.drain_s = {core.state.limits.drain_s:g}")
+    core.state.end_run("stopped", f"the drain exceeded durability.drain_s = {core.state.limits.drain_s:g}")
 
 
 def on_replica_leaves(core: Core, event: ReplicaLeaves) -> None:
@@ -72,7 +73,7 @@ def drain_replicas(core: Core) -> None:
         stays = replica.state == "drained" and (not draining or core.state.pools.of_replica(replica.id) is not None)
         if stays:  # it was to leave
             core.state.fire_replica(replica, "keep")
-            core.orders.add(ResumeReplica(**replica.address()))
+            core.state.orders.add(ResumeReplica(**replica.address()))
         if draining:
             _bring_to_rest(core, replica)
 
@@ -106,7 +107,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     run = state.validations.holding(replica)
     if run is not None:
         if state.replicas.measuring(replica):
-            core.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
+            core.state.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
         state.validations.release(run, replica)
     if not alone and state.pools.of_replica(replica.id) is not None:
         send_to_sleep(core, replica)  # the batch in training needs the hardware that it frees
@@ -115,7 +116,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     replica.sync_attempt += 1
     state.fire_replica(replica, "drain")
     order = replica.address()
-    core.orders.add(PauseReplica(**order, version=replica.version, mode="abort"))
+    core.state.orders.add(PauseReplica(**order, version=replica.version, mode="abort"))
 
 
 def is_at_rest(core: Core) -> bool:

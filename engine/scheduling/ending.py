@@ -7,7 +7,7 @@ that can make no progress ends with the cause (law 7).
 from engine.errors import PolicyError, are, counted
 from engine.scheduling.core import Core
 from engine.scheduling.departures import is_at_rest
-from engine.scheduling.groups import drop_group
+from engine.scheduling.groups import drop_group, order_discards
 from engine.scheduling.reactions import assign_replicas_and_weights
 from engine.scheduling.steps import is_unsaved, no_step_left, order_checkpoint, order_publication
 from engine.scheduling.validation import cancel_validations, close_validations, send_rows
@@ -18,10 +18,13 @@ from engine.states.state import State
 
 
 def close_run(core: Core) -> None:
-    """The run is over: a resume works on what was running again."""
+    """The run is over: a resume works on what was running again. `FinishRun` is the last command."""
     outcome = core.state.ending.outcome
-    cancel_validations(core, f"the run ended: {outcome.reason if outcome is not None else ''}")
+    assert outcome is not None
+    cancel_validations(core, f"the run ended: {outcome.reason}")
     core.state.groups.stages.put_back()
+    order_discards(core)
+    core.state.orders.add(outcome)
 
 
 def _come_to_rest(core: Core) -> None:
@@ -32,7 +35,7 @@ def _come_to_rest(core: Core) -> None:
     if is_unsaved(core):
         order_checkpoint(core)
     if not state.checkpoint_pending and not state.deletion_pending:
-        core.orders.end_run("stopped", state.ending.draining, drained=True)
+        core.state.end_run("stopped", state.ending.draining, drained=True)
 
 
 def finish_or_require_progress(core: Core) -> None:
@@ -65,9 +68,9 @@ def finish_or_require_progress(core: Core) -> None:
         drop_group(core, group)
     state.groups.waiting.clear()
     if untrainable:
-        core.orders.end_run("failed", untrainable)
+        core.state.end_run("failed", untrainable)
     else:
-        core.orders.end_run("finished", counted(training.steps_trained, "train step"))
+        core.state.end_run("finished", counted(training.steps_trained, "train step"))
 
 
 def end_without_progress(core: Core) -> None:
@@ -77,26 +80,26 @@ def end_without_progress(core: Core) -> None:
     failed, filtered = ending.failed_in_a_row, ending.filtered_in_a_row
     if failed >= limits.failures_in_a_row:
         reason = f"{failed} prompt groups in a row have failed; last error: {ending.last_failure}"
-        core.orders.end_run("failed", reason)
+        core.state.end_run("failed", reason)
     elif ending.misjudged == ending.judged and limits.are_hopeless(ending.judged):
         reason = (
             f"the first {ending.judged} attempts all failed on their prompt, agent or reward; last error: "
             f"{ending.last_failure}"
         )
-        core.orders.end_run("failed", reason)
+        core.state.end_run("failed", reason)
     elif ending.misjudged > _most_misjudged(core):
         reason = (
             f"{ending.misjudged} of the latest {ending.judged} attempts failed on their prompt, agent or reward, "
             f"more than reward.max_failure_share = {limits.max_failure_share:g}: training without them would bias "
             f"the data; last error: {ending.last_failure}"
         )
-        core.orders.end_run("failed", reason)
+        core.state.end_run("failed", reason)
     elif filtered >= limits.filtered_in_a_row:
         reason = (
             f"{_filter_name(core)} dropped {filtered} prompt groups in a row; set a filter that keeps some, or raise "
             "scheduler.max_filtered_in_a_row"
         )
-        core.orders.end_run("failed", reason)
+        core.state.end_run("failed", reason)
 
 
 def _most_misjudged(core: Core) -> float:
@@ -133,7 +136,7 @@ def _require_progress(core: Core) -> None:
         return
     if not state.ending.none_left:
         raise _stuck_error(core)
-    core.orders.end_run("failed", state.ending.none_left)
+    core.state.end_run("failed", state.ending.none_left)
 
 
 def _is_stuck(state: State) -> bool:

@@ -5,11 +5,11 @@ through `State`'s operations.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from engine.commands import AbortGroup, DrawPrompts, EnterState, ParkGroup, ResumeGroup, StartGroup
+from engine.commands import AbortGroup, DiscardGroups, DrawPrompts, EnterState, ParkGroup, ResumeGroup, StartGroup
 from engine.events import (
     CacheMeasured,
     DrawFailed,
@@ -23,16 +23,16 @@ from engine.events import (
     StateLeft,
     stamp,
 )
-from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, ReplicaId, Version
 from engine.scheduling.core import Core
-from engine.scheduling.issued_commands import MOST_STARTS
 from engine.scheduling.lifetimes import REASON_LENGTH, note_process_progress, stop_process
 from engine.scheduling.stragglers import measure_pace
+from engine.scheduling.timers import MOST_STARTS, start_rest_at_once
 from engine.states.group import NOTHING_STORED, Group, Outcome, Stored, admit
 from engine.states.groups import Key
 from engine.states.laws import require
 from engine.states.limits import GENERATED, QUEUED
-from engine.states.orders import FILL, KINDS_OF_SUBJECTS, Order
+from engine.states.orders import FILL, KINDS_OF_SUBJECTS, Order, Owner
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
 from engine.states.timeouts import CUT_SHORT
@@ -46,7 +46,6 @@ def prepare_groups(core: Core, ids: Iterable[GroupId]) -> None:
     """Move groups that were drawn into the added states before generation that let them in."""
     if core.state.groups.stages.at[QUEUED]:
         for id in ids:
-            core.orders.note_group(id)
             enter_added_state(core, core.state.groups.live[id], QUEUED)
 
 
@@ -77,8 +76,7 @@ def order_stage_work(core: Core) -> None:
         while stage.waiting and stage.working < stage.concurrency:
             group = groups.live[groups.stages.next(stage)]
             group.attempt += 1
-            cause = core.orders.cause_of_work(group.id, stage.owner)
-            core.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=cause))
+            core.state.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name))
 
 
 # facts
@@ -103,7 +101,7 @@ def on_draw_failed(core: Core, event: DrawFailed) -> None:
     ending.failed_draws += 1
     if ending.failed_draws >= state.limits.infrastructure_attempts:
         times = f"{ending.failed_draws} times in a row"
-        core.orders.end_run("failed", f"the data source failed {times}; last error: {event.reason[:REASON_LENGTH]}")
+        core.state.end_run("failed", f"the data source failed {times}; last error: {event.reason[:REASON_LENGTH]}")
 
 
 def on_group_generated(core: Core, event: GroupGenerated) -> None:
@@ -215,7 +213,6 @@ def on_order_progressed(core: Core, event: OrderProgressed) -> None:
         return
     if event.finished > order.finished:
         core.state.orders.note_finished(order, event.finished)
-        core.orders.note_room(order.command.replica)
 
 
 def on_cache_measured(core: Core, event: CacheMeasured) -> None:
@@ -331,14 +328,21 @@ def resume_key(core: Core, group: Group) -> Key:
 def release_group(core: Core, group: Group, trigger: str) -> None:
     """End a group that will not be trained on. Its place becomes free."""
     core.state.groups.fire(group, trigger)
-    core.orders.discard(group.id)
+    core.discards.append(group.id)
+
+
+def order_discards(core: Core) -> None:
+    """Order the deletion of all trajectories that this tick discards."""
+    if core.discards:
+        core.state.orders.add(DiscardGroups(groups=tuple(core.discards)))
+        core.discards = []
 
 
 def drop_group(core: Core, group: Group) -> None:
     """End an open group that is in no batch, in whatever state it is."""
     replica = core.state.replicas.of_group(group.id)
     if replica is not None:
-        core.orders.add(AbortGroup(**replica.address_of(group)))
+        core.state.orders.add(AbortGroup(**replica.address_of(group)))
     release_group(core, group, "drop")
 
 
@@ -369,17 +373,18 @@ def start_groups(core: Core) -> None:
     if not state.takes_work:
         return
     if not state.timer_is_set(FILL):
-        left = MOST_STARTS
+        left, freed = MOST_STARTS, state.orders.ends_by_owner()
         if groups.ledger.parked:
-            left = _resume_groups(core, left)
+            left = _resume_groups(core, left, freed)
         if groups.waiting:
-            _admit_groups(core, left)
+            _admit_groups(core, left, freed)
     if not groups.exhausted and not state.asked:
         _draw_prompts(core)
 
 
-def _resume_groups(core: Core, most: int) -> int:
-    """Resume at most `most` groups. Returns how many more this event may start."""
+def _resume_groups(core: Core, most: int, freed: Mapping[Owner, EventId]) -> int:
+    """Resume at most `most` groups. `freed`: the event that freed a slot of each replica, if one did. Returns how many
+    more this tick may start."""
     state = core.state
     groups = state.groups
     while groups.ledger.running < state.limits.max_concurrent_groups:
@@ -388,7 +393,7 @@ def _resume_groups(core: Core, most: int) -> int:
         if group is None:
             return most
         if not most:
-            core.orders.continue_at_once()
+            start_rest_at_once(core)
             return 0
         replica = _dispatch(core, group, group.resumes_from)
         if replica is None:
@@ -400,15 +405,15 @@ def _resume_groups(core: Core, most: int) -> int:
         if group.rare.resumed_tokens != known:
             group.note(resumed_tokens=known)
         order = replica.address_of(group) | {"admitted_version": group.admission.version}
-        order["cause"] = core.orders.cause_on(replica.id)
+        order["cause"] = freed.get(replica.id, -1)
         if group.stored.tokens:
-            core.orders.add(ResumeGroup(**order, truncate=group.rare.truncate))
+            core.state.orders.add(ResumeGroup(**order, truncate=group.rare.truncate))
         else:
-            core.orders.add(StartGroup(**order))
+            core.state.orders.add(StartGroup(**order))
     return most
 
 
-def _admit_groups(core: Core, most: int) -> None:
+def _admit_groups(core: Core, most: int, freed: Mapping[Owner, EventId]) -> None:
     """Start at most `most` new groups, each on a version with a place left (law 3): on the oldest such version or a
     newer one, because places grow with the version."""
     state = core.state
@@ -418,14 +423,14 @@ def _admit_groups(core: Core, most: int) -> None:
     if legal <= 0:
         return
     if not most:
-        core.orders.continue_at_once()
+        start_rest_at_once(core)
         return
     law = f"it must return an integer from 0 to {legal}"
     count = core.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
     held, places = state.held, {version: state.places(version) for version in state.training.steps_in}
     for started in range(count):
         if started == most:
-            core.orders.continue_at_once()
+            start_rest_at_once(core)
             return
         oldest = next((version for version, most_held in places.items() if held + started < most_held), None)
         group = groups.live[groups.waiting[0]]
@@ -438,9 +443,9 @@ def _admit_groups(core: Core, most: int) -> None:
         group.started_at = state.now
         groups.fire(group, "start")
         group.attempt += 1
-        cause = core.orders.cause_on(replica.id)
+        cause = freed.get(replica.id, -1)
         order = StartGroup(**replica.address_of(group), admitted_version=replica.version, cause=cause)
-        core.orders.add(order)
+        core.state.orders.add(order)
 
 
 def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
@@ -472,7 +477,7 @@ def _draw_prompts(core: Core) -> None:
         want = min(want, most - state.held - waiting)
     if want > 0:
         first = core.state.groups.ledger.drawn
-        core.orders.add(DrawPrompts(first=first, count=want))
+        core.state.orders.add(DrawPrompts(first=first, count=want))
 
 
 def _unlawful_key(key: tuple[Any, ...]) -> str:

@@ -6,27 +6,27 @@ run: nothing here changes a batch or a version.
 """
 
 from engine.commands import InspectStep, TrainStep
-from engine.ids import NO_VERSION, Version
+from engine.ids import NO_VERSION, EventId, Version
 from engine.scheduling.core import Core
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.step import Step
 from engine.states.view import StepView
 
 
-def train_or_inspect(core: Core, step: Step) -> None:
-    """Order the next inspection of a batch, behind the state that it is in; if none is left, order the training."""
+def train_or_inspect(core: Core, step: Step, cause: EventId) -> None:
+    """Order the next inspection of a batch, behind the state that it is in; if none is left, order the training.
+    `cause`: the event that completed the batch in this tick, or -1."""
     about = StepView(step.id, NO_VERSION, step.attempt, step.groups, step.staleness)
     name = _next_state(core, SCORING, about, "" if step.state == "scoring" else step.state)
-    cause = core.orders.cause_among(step.groups)
     if name:
         core.state.fire_step(step, name)
-        core.orders.add(
+        core.state.orders.add(
             InspectStep(step=step.id, attempt=step.attempt, state=name, groups=step.groups, staleness=step.staleness,
                         cause=cause)
         )  # fmt: skip
         return
     core.state.fire_step(step, "train")
-    core.orders.add(
+    core.state.orders.add(
         TrainStep(step=step.id, attempt=step.attempt, groups=step.groups, staleness=step.staleness, cause=cause)
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def inspect_weights_again(core: Core, version: Version, name: str) -> None:
 def _order_inspection(core: Core, version: Version, name: str) -> None:
     training = core.state.training
     step, attempt = training.steps_trained - 1, training.publishing_attempt
-    core.orders.add(InspectStep(step=step, version=version, attempt=attempt, state=name))
+    core.state.orders.add(InspectStep(step=step, version=version, attempt=attempt, state=name))
 
 
 def publishing_step(core: Core) -> Step | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.commands import StartProcess, StopProcess
 from engine.scheduling.core import Core
-from engine.scheduling.issued_commands import MOST_STARTS
+from engine.scheduling.timers import MOST_STARTS, start_rest_at_once
 from engine.states.process import ADDED_STATES, POOL_TAKEN, REPLICA, SCORER, TRAINER, Process
 
 REASON_LENGTH = 1000
@@ -32,7 +32,7 @@ def continue_launch(core: Core) -> None:
         process = state.process(REPLICA, replicas.launched)
         if process.state == "gone" and process.wanted and not process.deaths:
             if not left:
-                core.orders.continue_at_once()
+                start_rest_at_once(core)
                 return
             left -= 1
             start_process(core, process)
@@ -55,7 +55,7 @@ def start_process(core: Core, process: Process, **beginning: Any) -> None:
 def order_start(core: Core, process: Process, **beginning: Any) -> None:
     """Order the start of a process that has room."""
     process.no_room = ""
-    core.orders.add(StartProcess(**process.address(), delay_s=process.delay_s, **beginning))
+    core.state.orders.add(StartProcess(**process.address(), delay_s=process.delay_s, **beginning))
 
 
 def _takes_turns(core: Core, process: Process) -> bool:
@@ -72,7 +72,7 @@ def stop_process(core: Core, process: Process, reason: str, *, hung: bool = Fals
     core.state.fire_process(process, "stop")
     process.no_room = ""
     core.state.orders.withdraw("start", (process.kind, process.index))
-    core.orders.add(StopProcess(**process.address(), reason=reason[:REASON_LENGTH], hung=hung))
+    core.state.orders.add(StopProcess(**process.address(), reason=reason[:REASON_LENGTH], hung=hung))
 
 
 def reset_process(core: Core, process: Process) -> None:

@@ -6,7 +6,7 @@ once no formed step needs the pool. They also sleep while the trainer starts the
 """
 
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch
-from engine.ids import NO_VERSION, StepId
+from engine.ids import NO_VERSION, EventId, StepId
 from engine.scheduling.core import Core
 from engine.scheduling.inspections import train_or_inspect
 from engine.scheduling.lifetimes import order_start
@@ -156,13 +156,18 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
     state = core.state
     if not lease.task:
         state.lease(lease, task, step.id)
+    cause = _completed_by(core, step)
     if task == TRAIN:
-        train_or_inspect(core, step)
+        train_or_inspect(core, step, cause)
         return
-    core.orders.add(
-        ScoreBatch(step=step.id, attempt=step.attempt, groups=step.groups, task=task,
-                   cause=core.orders.cause_among(step.groups))
-    )  # fmt: skip
+    state.orders.add(ScoreBatch(step=step.id, attempt=step.attempt, groups=step.groups, task=task, cause=cause))
+
+
+def _completed_by(core: Core, step: Step) -> EventId:
+    """The event of this tick that completed the last group of a batch; -1: the batch was complete before."""
+    matched, groups = core.state.orders.matched.items(), {*step.groups}
+    last = (id for id, orders in matched for one in orders if one.subject in ("group", "stage") and one.id in groups)
+    return max(last, default=-1)
 
 
 def _send_all_to_sleep(core: Core, lease: PoolLease) -> None:
@@ -177,7 +182,7 @@ def send_to_sleep(core: Core, replica: Replica) -> None:
     replica.next_version = None
     replica.sync_attempt += 1
     core.state.fire_replica(replica, "yield")
-    core.orders.add(PauseReplica(**replica.address(), version=replica.version, mode="sleep"))
+    core.state.orders.add(PauseReplica(**replica.address(), version=replica.version, mode="sleep"))
 
 
 def _wake_replicas(core: Core, lease: PoolLease) -> None:
@@ -191,7 +196,7 @@ def _wake_replicas(core: Core, lease: PoolLease) -> None:
             continue
         if replica.version >= target:
             core.state.fire_replica(replica, "wake")
-            core.orders.add(ResumeReplica(**replica.address()))
+            core.state.orders.add(ResumeReplica(**replica.address()))
         elif replica.next_version == target and not core.state.is_staging(replica):
             core.state.fire_replica(replica, "install")
-            core.orders.add(InstallWeights(**replica.address(), version=target))
+            core.state.orders.add(InstallWeights(**replica.address(), version=target))

@@ -127,7 +127,7 @@ def on_lost(core: Core, event: ProcessLost) -> None:
     else:
         _end_process(core, process, event.reason)
         reason = f"the {process.id} is lost: {event.reason}"
-        core.orders.end_run("stopped", reason, again=not event.final)
+        core.state.end_run("stopped", reason, again=not event.final)
 
 
 def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
@@ -149,7 +149,7 @@ def start_trainer_in_turn(core: Core) -> None:
         assert beginning is not None  # what it begins with is kept while it waits
         order_start(core, process, **beginning)
         for order in waiting:
-            core.orders.add(replace(order.command, cause=-1))
+            core.state.orders.add(replace(order.command, cause=-1))
 
 
 # kinds
@@ -187,7 +187,7 @@ def _lose_worker(core: Core, process: Process, event: ProcessLost) -> None:
     reason = f"the {who} is lost: {event.reason}"
     if event.final or not may_restart(core, process):
         _end_process(core, process, reason)
-        core.orders.end_run("failed", _why_spent(process, reason, event))  # a resume orders its work again
+        core.state.end_run("failed", _why_spent(process, reason, event))  # a resume orders its work again
         return
     failed, charged = _take_orders(core, process, event)
     start_process(core, process)
@@ -212,11 +212,11 @@ def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
     restarts = may_restart(core, process)
     if beginning is None:
         _end_process(core, process, reason)
-        core.orders.end_run("failed", f"{reason}; {why_trainer_cannot_begin(core)}")
+        core.state.end_run("failed", f"{reason}; {why_trainer_cannot_begin(core)}")
         return
     if event.final or not restarts:
         _end_process(core, process, reason)
-        core.orders.end_run("failed", _why_spent(process, reason, event))
+        core.state.end_run("failed", _why_spent(process, reason, event))
         return
     start_process(core, process, **beginning)
     for step in state.training.formed_steps:  # what the trainer computed of a batch that is inspected is lost

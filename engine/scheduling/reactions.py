@@ -16,12 +16,11 @@ def assign_replicas_and_weights(core: Core) -> None:
     belongs where. Validations come before pools and weights: one that ends here leaves replicas to both."""
     if not core.state.changed:
         return
-    with core.orders.because(core.orders.changed_by):
-        drain_replicas(core)
-        reserve_replicas(core)
-        start_trainer_in_turn(core)
-        lease_pools(core)
-        sync_weights(core)
+    drain_replicas(core)
+    reserve_replicas(core)
+    start_trainer_in_turn(core)
+    lease_pools(core)
+    sync_weights(core)
     core.state.changed = False
 
 

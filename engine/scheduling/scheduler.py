@@ -63,10 +63,10 @@ from engine.policies.state_registry import build_state
 from engine.scheduling import departures, ending, groups, lifetimes, processes, steps, time_limits, validation, weights
 from engine.scheduling.core import Core
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.issued_commands import Orders
 from engine.scheduling.reactions import STARTS_WORK
 from engine.scheduling.run_resume import on_run_resumed
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
+from engine.scheduling.timers import on_timer_fired
 from engine.scheduling.work_times import mark_all, note_matched
 from engine.states.laws import check_tick
 from engine.states.limits import Limits
@@ -101,11 +101,11 @@ def _on_run_started(core: Core, event: RunStarted) -> None:
 
 def _on_run_interrupted(core: Core, event: RunInterrupted) -> None:
     core.state.ending.outcome = None  # it was to begin again, and that failed
-    core.orders.end_run("stopped", event.reason[: lifetimes.REASON_LENGTH], again=True)
+    core.state.end_run("stopped", event.reason[: lifetimes.REASON_LENGTH], again=True)
 
 
 def _on_stop_requested(core: Core, event: StopRequested) -> None:
-    core.orders.end_run("stopped", event.reason)
+    core.state.end_run("stopped", event.reason)
 
 
 def _on_process_lost(core: Core, event: ProcessLost) -> None:
@@ -118,11 +118,6 @@ def _on_rows_measured(core: Core, event: RowsMeasured) -> None:
     validation.on_rows_measured(core, event)
     if core.state.limits.keep_best and event.validation not in core.state.validations.runs:
         steps.delete_checkpoints(core)  # another checkpoint may be the best now
-
-
-def _on_timer_fired(core: Core, event: TimerFired) -> None:
-    """Mark a timer as fired; `_act_on_timers` acts on it once all facts are known."""
-    core.orders.fire_timer(event)
 
 
 def _on_setting_changed(core: Core, event: SettingChanged) -> None:
@@ -178,7 +173,7 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     CheckpointSaved: steps.on_checkpoint,
     CheckpointFailed: steps.on_checkpoint,
     CheckpointDamaged: steps.on_checkpoint_damaged,
-    TimerFired: _on_timer_fired,
+    TimerFired: on_timer_fired,
     StopRequested: _on_stop_requested,
     DrainRequested: departures.on_drain_requested,
     ReplicaLeaves: departures.on_replica_leaves,
@@ -203,15 +198,13 @@ TIMERS: Mapping[str, Callable[[Core], None]] = {
 
 
 def _act_on_timers(core: Core) -> None:
+    orders = core.state.orders
     for name, act in TIMERS.items():
-        cause = core.orders.fired.pop(name, None)
-        if cause is not None and core.state.ending.outcome is None:
-            with core.orders.because(cause):
-                act(core)
-
-
-def _add_discards(core: Core) -> None:
-    core.orders.add_discards()
+        fired = core.fired.pop(name, None)
+        if fired is not None and core.state.ending.outcome is None:
+            last, orders.event = orders.event, fired
+            act(core)
+            orders.event = last
 
 
 REACTIONS: Sequence[Callable[[Core], None]] = (
@@ -219,7 +212,7 @@ REACTIONS: Sequence[Callable[[Core], None]] = (
     ending.end_without_progress,
     *STARTS_WORK,
     ending.finish_or_require_progress,
-    _add_discards,
+    groups.order_discards,
     time_limits.set_limit_check,
 )
 """The reactions to the facts of a tick, in this order, until the run is over."""
@@ -245,7 +238,7 @@ class Scheduler:
         for added in limits.added_states:
             policy = build_state(added.name)
             decisions.add(f"state {added.name}", policy, policy.enters)
-        self._core = Core(state, Orders(state), decisions)
+        self._core = Core(state, decisions)
 
     @property
     def limits(self) -> Limits:
@@ -265,11 +258,11 @@ class Scheduler:
         Raises: `InvariantViolated` or `IllegalTransition` for a defect, `PolicyError` for a policy that raised or
         decided something illegal. Do not use the state after that; `facts` ends with the fact whose handler raised.
         """
-        state, orders = self.state, self._core.orders
-        orders.begin()
+        state, orders = self.state, self.state.orders
+        self._core.fired, orders.commands = {}, []
         state.changed, state.completed, state.filtered = not events, {}, []
         if events:
-            state.orders.matched = {}
+            orders.matched = {}
         applied: list[Event] = []
         self.facts: Sequence[Event] = applied
         """The facts of the newest tick. Those after one that ended the run are not among them."""
@@ -283,12 +276,12 @@ class Scheduler:
         if state.ending.outcome is not None:
             if applied:
                 ending.close_run(self._core)
-        elif state.orders.matched or not events:  # stale echoes alone change nothing
+        elif orders.matched or not events:  # stale echoes alone change nothing
             self._react()
         self.doing = "the laws"
         state.groups.settle(state.limits.max_concurrent_groups)
         check_tick(state)
-        return orders.take()
+        return tuple(orders.commands)
 
     def _apply(self, event: Event) -> None:
         """Match a fact against the order book, and handle it. A stale echo changes nothing."""
@@ -297,13 +290,10 @@ class Scheduler:
         if processes.is_repeated(core, event) or not state.orders.match(event):
             state.orders.stale_echoes += 1
             return
-        core.orders.note(event)
         if state.limit_check.least:
             note_matched(state, event, state.orders.matched[event.id])
         if type(event) not in GROUP_EVENTS:
             state.changed = True
-            if type(event) is not TimerFired or core.orders.changed_by < 0:
-                core.orders.changed_by = event.id
         HANDLERS[type(event)](core, event)
 
     def _react(self) -> None:

@@ -28,10 +28,11 @@ from engine.scheduling.groups import drop_group, on_state_failed, put_back_in_st
 from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step
 from engine.scheduling.lifetimes import note_process_progress
 from engine.scheduling.pools import release_pools, scores_ahead
+from engine.scheduling.timers import cancel_timer, limit_timer, set_timer
 from engine.states.group import Group
 from engine.states.laws import check_batch, check_room
 from engine.states.limits import PUBLISHING, SCORING
-from engine.states.orders import DEADLINE, stage_owner
+from engine.states.orders import DEADLINE
 from engine.states.process import ADDED_STATES, SCORER
 from engine.states.step import Step
 from engine.states.view import view_group
@@ -93,7 +94,7 @@ def _form_batch(core: Core, step: Step, chosen: tuple[GroupId, ...]) -> None:
     step.take(groups, staleness)
     for group in groups:
         state.groups.fire(group, "batch")
-    core.orders.cancel_timer(DEADLINE)
+    cancel_timer(core, DEADLINE)
     state.fire_step(step, "form")
     if state.groups.deadlines.surplus:
         _drop_surplus(core, step)
@@ -165,7 +166,7 @@ def set_deadline_timer(core: Core) -> None:
     others_come = unready > missing or not state.no_more_prompts
     if len(groups.ready) + missing >= state.limits.train_batch_size or not others_come:
         patience = state.limits.deadline_timeout_s
-        core.orders.set_timer(DEADLINE, max(patience, ASKED_AGAIN_S) if step.acts else patience)
+        set_timer(core, DEADLINE, max(patience, ASKED_AGAIN_S) if step.acts else patience)
 
 
 def limit_stragglers(core: Core, before_s: float) -> None:
@@ -173,7 +174,7 @@ def limit_stragglers(core: Core, before_s: float) -> None:
     timer: Any = core.state.orders.find("timer", DEADLINE)
     if timer is not None:
         since = timer.at + timer.command.delay_s - before_s
-        core.orders.limit_timer(DEADLINE, since, core.state.limits.deadline_timeout_s)
+        limit_timer(core, DEADLINE, since, core.state.limits.deadline_timeout_s)
 
 
 def act_on_stragglers(core: Core) -> None:
@@ -190,13 +191,13 @@ def act_on_stragglers(core: Core) -> None:
     patience = state.limits.deadline_timeout_s
     late = [group for group in stragglers if state.now - group.started_at >= patience - TIMER_SLACK_S]
     if not late:  # they started after the timer was set, and each gets the whole timeout
-        core.orders.set_timer(DEADLINE, patience - (state.now - min(group.started_at for group in stragglers)))
+        set_timer(core, DEADLINE, patience - (state.now - min(group.started_at for group in stragglers)))
         return
     snapshots = tuple(view_group(group) for group in late)
     law = f"it must return one of {', '.join(DECISIONS)}"
     decision = core.decisions.ask("deadline", (snapshots,), (str,), lambda said: "" if said in DECISIONS else law)
     if decision == "wait":
-        core.orders.set_timer(DEADLINE, max(patience, ASKED_AGAIN_S))
+        set_timer(core, DEADLINE, max(patience, ASKED_AGAIN_S))
         return
     step.acts += 1
     if decision == "shrink" and state.groups.ready:
@@ -216,7 +217,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
         group.note(truncate=True)
         replica = state.replicas.of_group(group.id)
         if replica is not None:
-            core.orders.add(TruncateGroup(**replica.address_of(group)))
+            core.state.orders.add(TruncateGroup(**replica.address_of(group)))
         elif not group.stored.tokens:
             drop_group(core, group)
 
@@ -241,7 +242,7 @@ def fail_step(core: Core, id: StepId, reason: str, *, charged: bool = True) -> N
         core.state.orders.withdraw("score", (id, task))
     step.failures += charged
     if charged and step.failures >= core.state.limits.infrastructure_attempts:
-        core.orders.end_run("failed", f"train step {id} failed {step.failures} times; last error: {reason}")
+        core.state.end_run("failed", f"train step {id} failed {step.failures} times; last error: {reason}")
         return
     begin_step_again(core, step)
     release_pools(core, id)
@@ -257,7 +258,7 @@ def on_step_trained(core: Core, event: StepTrained) -> None:
     for id in step.groups:
         groups.fire(groups.live[id], "consume")
     if not state.limits.keeps_batches:
-        core.orders.discard(*step.groups)
+        core.discards += step.groups
     training.updates_in[step.id + 1] = training.updates_in[step.id] + event.updates
     if not state.limits.checkpoint_every:
         state.forget_updates()
@@ -309,7 +310,7 @@ def order_publication(core: Core) -> None:
     training = state.training
     training.publishing_attempt += 1
     version, attempt = training.latest_version + 1, training.publishing_attempt
-    core.orders.add(PublishWeights(version=version, attempt=attempt, steps=training.steps_trained))
+    core.state.orders.add(PublishWeights(version=version, attempt=attempt, steps=training.steps_trained))
 
 
 def on_weights_stored(core: Core, version: Version) -> None:
@@ -327,7 +328,7 @@ def on_step_inspected(core: Core, event: StepInspected) -> None:
         subject = f"the batch of train step {event.step}"
         if event.version != NO_VERSION:
             subject = f"weights version {event.version}, after {counted(event.step + 1, 'train step')}"
-        core.orders.end_run("failed", f"state {event.state} refused {subject}: {event.refused}")
+        core.state.end_run("failed", f"state {event.state} refused {subject}: {event.refused}")
     elif event.version != NO_VERSION:  # `pools.py` continues with a batch
         state.training.publish_failures = 0
         if not inspect_weights(core, event.version, event.state):
@@ -345,7 +346,7 @@ def fail_inspection(core: Core, failed: InspectionFailed, *, charged: bool = Tru
     training.publish_failures += charged
     if charged and training.publish_failures >= state.limits.infrastructure_attempts:
         tried = f"version {failed.version} could not be inspected in {counted(training.publish_failures, 'attempt')}"
-        core.orders.end_run("failed", f"{tried}; last error: {reason}")
+        core.state.end_run("failed", f"{tried}; last error: {reason}")
         return
     inspect_weights_again(core, failed.version, failed.state)
 
@@ -357,7 +358,6 @@ def fail_stage_work(core: Core, order: EnterState | InspectStep, reason: str, *,
         failed = InspectionFailed(step=order.step, version=order.version, **about)
         fail_inspection(core, failed, charged=charged)
         return
-    core.orders.note_room(stage_owner(order.state))
     if charged:
         on_state_failed(core, StateFailed(group=order.group, cause="infrastructure", **about))
     else:
@@ -380,7 +380,7 @@ def fail_publication(core: Core, version: Version, reason: str) -> None:
     state = core.state
     state.training.publish_failures += 1
     if state.training.publish_failures >= state.limits.infrastructure_attempts:
-        core.orders.end_run("failed", f"version {version} could not be published; last error: {reason}")
+        core.state.end_run("failed", f"version {version} could not be published; last error: {reason}")
         return
     order_publication(core)
 
@@ -424,7 +424,7 @@ def order_checkpoint(core: Core) -> None:
     training = state.training
     if state.checkpoints.ordered != training.steps_trained:
         state.checkpoints.ordered, state.checkpoints.failures = training.steps_trained, 0
-    core.orders.add(SaveCheckpoint(steps=training.steps_trained))
+    core.state.orders.add(SaveCheckpoint(steps=training.steps_trained))
 
 
 def is_unsaved(core: Core) -> bool:
@@ -444,7 +444,7 @@ def on_checkpoint(core: Core, event: CheckpointSaved | CheckpointFailed) -> None
     state.checkpoints.failures += 1
     last = no_step_left(core) or (state.ending.draining and not state.training.formed_steps)
     if last and state.checkpoints.failures >= state.limits.infrastructure_attempts:
-        core.orders.end_run(
+        core.state.end_run(
             "failed",
             f"the last checkpoint, after {event.steps} train steps, could not be written; "
             f"it failed {state.checkpoints.failures} times; last error: {event.reason}",
@@ -454,7 +454,7 @@ def on_checkpoint(core: Core, event: CheckpointSaved | CheckpointFailed) -> None
 def take_saved(core: Core, steps: int) -> None:
     """A checkpoint is complete."""
     state = core.state
-    core.orders.discard(*state.checkpoints.save(steps))
+    core.discards += state.checkpoints.save(steps)
     state.forget_updates()
 
 
@@ -463,7 +463,7 @@ def delete_checkpoints(core: Core) -> None:
     state = core.state
     for steps in state.surplus_checkpoints():
         if state.orders.find("delete", steps) is None:
-            core.orders.add(DeleteCheckpoint(steps=steps))
+            core.state.orders.add(DeleteCheckpoint(steps=steps))
 
 
 def on_order_done(core: Core, event: OrderDone) -> None:

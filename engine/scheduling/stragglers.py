@@ -54,4 +54,4 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     if len(movable) <= room:
         core.searched = (newest, newest_orders)
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
-        core.orders.add(ParkGroup(**replica.address_of(group)))
+        core.state.orders.add(ParkGroup(**replica.address_of(group)))

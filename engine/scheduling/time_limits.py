@@ -18,6 +18,7 @@ from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica
 from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
 from engine.scheduling.steps import fail_stage_work
+from engine.scheduling.timers import cancel_timer, set_timer
 from engine.scheduling.validation import cut_rows
 from engine.scheduling.work_times import (
     could_work,
@@ -26,6 +27,7 @@ from engine.scheduling.work_times import (
     limit_of,
     mark,
     mark_all,
+    mark_new,
     note_exceeded,
     time_taken,
 )
@@ -56,8 +58,9 @@ def set_limit_check(core: Core) -> None:
     after an order with a shorter limit was given."""
     state, least = core.state, core.state.limit_check.least
     if not least:  # the last limit was lifted
-        core.orders.cancel_timer(LIMIT)
+        cancel_timer(core, LIMIT)
         return
+    mark_new(state)
     limits = [limit for subject, limit in least.items() if state.orders.open(subject)]
     if not limits:
         return
@@ -70,7 +73,7 @@ def set_limit_check(core: Core) -> None:
     else:
         is_due = interval < interval_of(timer) - SLACK_S
     if is_due:
-        core.orders.set_timer(LIMIT, interval)
+        set_timer(core, LIMIT, interval)
 
 
 def _is_anything_timed(state: State) -> bool:
@@ -140,7 +143,7 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
         core.state.orders.withdraw(order.subject, order.id)  # its process keeps running; a late answer is a stale echo
         fail_stage_work(core, command, reason[:REASON_LENGTH])
     elif order.subject == "stop":
-        core.orders.end_run("stopped", reason, again=True)
+        core.state.end_run("stopped", reason, again=True)
     else:
         _probe_owner(core, order, reason)
 
@@ -148,7 +151,7 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
 def _park_overdue(core: Core, order: Order, reason: str) -> None:
     state = core.state
     group, replica = state.groups.live[order.id], state.replicas.by_id[int(order.owner)]
-    core.orders.add(ParkGroup(**replica.address_of(group), reason=reason))
+    core.state.orders.add(ParkGroup(**replica.address_of(group), reason=reason))
 
 
 def _is_parked_as_overdue(state: State, order: Order) -> bool:
@@ -165,7 +168,7 @@ def _probe_owner(core: Core, order: Order, reason: str) -> None:
     owner = core.state.process_of(order.owner)
     probes: list[Any] = [one.command for one in core.state.orders.open("probe").values()]
     if owner is None:  # the data source
-        core.orders.end_run("stopped", reason)
+        core.state.end_run("stopped", reason)
     elif any(probe.chain.split(COMMA)[0] == owner.id for probe in probes):
         mark(core.state, order)
     else:
@@ -173,7 +176,7 @@ def _probe_owner(core: Core, order: Order, reason: str) -> None:
 
 
 def _probe_process(core: Core, process: Process, order: Order, reason: str, *chain: str) -> None:
-    core.orders.add(ProbeProcess(**process.address(), order=order.number, reason=reason, chain=COMMA.join(chain)))
+    core.state.orders.add(ProbeProcess(**process.address(), order=order.number, reason=reason, chain=COMMA.join(chain)))
 
 
 def on_probed(core: Core, event: ProcessProbed) -> None:
@@ -262,6 +265,6 @@ def _reason_of(core: Core, order: Order) -> str:
     limit, taken_s = _exceeded_limit(core, order)
     keys = ", ".join(f"{name} {getattr(order.command, name)}" for name in RELATIONS[type(order.command)].id)
     work = type(order.command).__name__ + (f" ({keys})" if keys else "")
-    (timer,) = core.state.orders.matched[core.orders.cause]
+    (timer,) = core.state.orders.matched[core.state.orders.event.id]
     checked = f"limits are checked every {interval_of(timer):.3g} s"
     return f"{owner_text(order.owner)} exceeded its time limit of {limit} after {taken_s:.0f} s in {work}; {checked}"

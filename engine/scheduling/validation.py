@@ -61,7 +61,7 @@ def cut_rows(core: Core, order: Order, reason: str) -> None:
     overdue one is charged an attempt."""
     late: Any = order.command
     run, replica = core.state.validations.runs[late.validation], core.state.replicas.by_id[late.replica]
-    core.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
+    core.state.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
     for _, index in list(core.state.orders.of(replica.id, "rows")):
         core.state.validations.put_back(run, run.chunks[index], failed=index == late.chunk)
     run.reason = reason[:REASON_LENGTH]
@@ -237,10 +237,9 @@ def _rate_checkpoint(core: Core, run: Validation) -> None:
 
 
 def _order_rows(core: Core, run: Validation, chunk: Chunk, replica: Replica) -> None:
-    core.orders.add(
+    core.state.orders.add(
         MeasureRows(validation=run.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
-                    incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count,
-                    cause=core.orders.cause_on(replica.id))
+                    incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count)
     )  # fmt: skip
 
 
@@ -252,5 +251,5 @@ def _end_validation(core: Core, run: Validation, trigger: str, reason: str) -> N
     for id in run.replicas:
         replica = core.state.replicas.by_id[id]
         if core.state.replicas.measuring(replica):
-            core.orders.add(StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation))
+            core.state.orders.add(StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation))
     core.state.validations.fire(run, trigger)

@@ -9,6 +9,7 @@ from engine.events import ProcessUp, ReplicaPaused, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId, Version
 from engine.scheduling.core import Core
 from engine.scheduling.groups import limit_replica, stop_replica
+from engine.scheduling.timers import cancel_timer, limit_timer
 from engine.states.laws import require
 from engine.states.orders import GIVE_UP
 from engine.states.replica import IN_SYNC, Replica
@@ -54,12 +55,12 @@ def limit_wait_for_replicas(core: Core) -> None:
     """Limit the wait for another replica, if there is none left."""
     ending = core.state.ending
     if ending.none_left:
-        core.orders.limit_timer(GIVE_UP, ending.none_left_since, core.state.limits.give_up_s or None)
+        limit_timer(core, GIVE_UP, ending.none_left_since, core.state.limits.give_up_s or None)
 
 
 def _forget_none_left(core: Core) -> None:
     core.state.ending.none_left = ""
-    core.orders.cancel_timer(GIVE_UP)
+    cancel_timer(core, GIVE_UP)
 
 
 # one replica's way to a version
@@ -75,7 +76,7 @@ def on_replica_paused(core: Core, event: ReplicaPaused) -> None:
         return
     assert replica.next_version is not None  # a pause for new weights needs staged weights
     core.state.fire_replica(replica, "install")
-    core.orders.add(InstallWeights(**replica.address(), version=replica.next_version))
+    core.state.orders.add(InstallWeights(**replica.address(), version=replica.next_version))
 
 
 def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
@@ -84,7 +85,7 @@ def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
     replica.version, replica.next_version = replica.next_version, None
     replica.sync_failures = 0
     core.state.fire_replica(replica, "installed")
-    core.orders.add(ResumeReplica(**replica.address()))
+    core.state.orders.add(ResumeReplica(**replica.address()))
 
 
 def on_sync_failed(core: Core, event: SyncFailed) -> None:
@@ -95,7 +96,7 @@ def on_sync_failed(core: Core, event: SyncFailed) -> None:
         _give_up_on_version(core, replica, event)
     elif replica.state in (*IN_SYNC, *EMPTYING):
         core.state.fire_replica(replica, "revert")
-        core.orders.add(ResumeReplica(**replica.address()))
+        core.state.orders.add(ResumeReplica(**replica.address()))
 
 
 def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None:
@@ -114,7 +115,7 @@ def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None
     taken = any(one.version >= event.version for one in state.replicas.rollouts)
     if version.refused >= state.limits.infrastructure_attempts and not taken:
         spent = f"{reason}; {version.refused} replicas were stopped for it and none has installed it"
-        core.orders.end_run("failed", spent)
+        core.state.end_run("failed", spent)
 
 
 # orders
@@ -159,7 +160,7 @@ def _stage_version(core: Core, replica: Replica, version: Version) -> None:
         state.fire_version(state.training.versions[version], "transfer")
     replica.next_version = version
     replica.sync_attempt += 1
-    core.orders.add(StageWeights(**replica.address(), version=version))
+    core.state.orders.add(StageWeights(**replica.address(), version=version))
 
 
 def _pause_staged(core: Core, staged: list[Replica]) -> None:
@@ -190,8 +191,8 @@ def _pause_staged(core: Core, staged: list[Replica]) -> None:
 def _pause_replica(core: Core, replica: Replica) -> None:
     assert replica.next_version is not None  # only replicas with staged weights are paused
     core.state.fire_replica(replica, "pause")
-    order = {**replica.address(), "version": replica.next_version, "cause": core.orders.cause_of_sync(replica.id)}
-    core.orders.add(PauseReplica(**order, mode=core.state.limits.sync_mode))
+    order = replica.address()
+    core.state.orders.add(PauseReplica(**order, version=replica.next_version, mode=core.state.limits.sync_mode))
 
 
 def _retire_versions(core: Core, latest: Version) -> None:
@@ -201,4 +202,4 @@ def _retire_versions(core: Core, latest: Version) -> None:
     for id in list(state.training.versions):
         if id < latest and id not in needed:
             state.fire_version(state.training.versions[id], "retire")
-            core.orders.add(RetireWeights(version=id))
+            core.state.orders.add(RetireWeights(version=id))

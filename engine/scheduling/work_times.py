@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from engine.commands import InspectStep, PauseReplica, ScoreBatch, StageWeights, StartProcess
 from engine.events import Event, ProcessWaits
 from engine.ids import NO_VERSION
-from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, works_in_order
+from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, RELATIONS, Order, works_in_order
 from engine.states.state import State
 from engine.states.timeouts import BITS, CUT, MOST_S
 
@@ -42,6 +42,16 @@ def is_limited(state: State, order: Order) -> bool:
 def mark(state: State, order: Order, delay_s: float = 0.0) -> None:
     """An order begins now, or progresses: it has its full time."""
     order.mark, order.overdue = _work_time(state, order) + delay_s, False
+
+
+def mark_new(state: State) -> None:
+    """The orders that were given in this tick begin now."""
+    orders = state.orders
+    first = orders.next_number - sum(type(command) in RELATIONS for command in orders.commands)
+    for order in reversed(orders.by_number.values()):
+        if order.number < first:
+            return
+        mark(state, order, order.command.delay_s if isinstance(order.command, StartProcess) else 0.0)
 
 
 def mark_all(state: State) -> None:

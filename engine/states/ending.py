@@ -1,7 +1,6 @@
 """The end of a run: what counts towards it, its outcome, and how often the run was restarted from its record.
 
-Written by `scheduling/ending.py`, by the handlers that count failures, and by `scheduling/issued_commands.py`, which
-ends the run.
+Written by the handlers that count failures, and by `State.end_run`.
 """
 
 from dataclasses import dataclass

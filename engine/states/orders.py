@@ -4,8 +4,8 @@ An order is a command that expects an answer. It opens with the event that cause
 another command replaces or withdraws it, or its process is lost. `State.orders` is the only book of open orders. It
 shows what a run waits for, what to reissue after the scheduler's process died, and which orders fail with a process.
 
-`scheduling/` writes it through `Orders.add`. `Scheduler.tick` matches each event against it before anything else.
-No other field may encode "this is in flight".
+`Scheduler.tick` matches each event against it before anything else; then `scheduling/` gives every command of the tick
+through `OrderBook.add`. No other field may encode "this is in flight".
 """
 
 from collections import defaultdict
@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from msgspec import structs
+from msgspec.structs import force_setattr
 
 from engine.commands import (
     AbortGroup,
@@ -202,8 +203,6 @@ RELATIONS: dict[type[Command], Relation] = {
 }  # fmt: skip
 """Every order. `CancelTimer` (withdraws its timer) and `FinishRun` (withdraws everything) are not orders."""
 
-NO_ORDERS: tuple[type[Command], ...] = (CancelTimer, FinishRun)
-
 KINDS_OF_SUBJECTS: dict[str, str] = {
     relation.subject: relation.limit for relation in RELATIONS.values() if relation.limit
 }
@@ -290,7 +289,8 @@ _NONE: dict[Any, Order] = {}
 
 
 class OrderBook:
-    """The open orders of a run, indexed by subject, and by owner and subject, oldest first."""
+    """The open orders of a run, indexed by subject, and by owner and subject, oldest first; and the commands of the
+    newest tick."""
 
     next_number: int = 0
     """The number of the next order. Numbers are never reused."""
@@ -306,8 +306,13 @@ class OrderBook:
         self._owned: dict[Owner, dict[str, dict[Any, Order]]] = defaultdict(lambda: defaultdict(dict))
         self._listeners: dict[str, Listener] = {}
         self.matched: dict[EventId, tuple[Order, ...]] = {}
-        """By fact of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
+        """By event of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
         entry."""
+        self.event = Event()
+        """The newest event in `matched`; while a fired timer is acted on, its event. It is the cause of a command that
+        names no other."""
+        self.commands: list[Command] = []
+        """The commands of the newest tick."""
 
     def __len__(self) -> int:
         return len(self.by_number)
@@ -365,31 +370,40 @@ class OrderBook:
         """The owner of a scoring task."""
         return f"{SCORER_OF}{task}" if task in self._apart else TRAINER
 
+    def ends_by_owner(self) -> dict[Owner, EventId]:
+        """By process: the last event of the newest tick that ended one of its orders."""
+        matched = self.matched.items()
+        return {one.owner: event for event, orders in matched for one in orders if one.number not in self.by_number}
+
     # orders
 
-    def add(self, command: Command, at: float) -> Order | None:
-        """Add an order. An order with the same key, and the orders that it withdraws, end without an answer. None: the
-        command needs no answer."""
+    def add(self, command: Command) -> None:
+        """Give a command. An order gets its number; the order with the same key, and the orders that it withdraws, end
+        without an answer."""
+        if command.cause < 0:
+            force_setattr(command, "cause", self.event.id)
+        self.commands.append(command)
         opening = _OPENINGS.get(type(command))
         if opening is None:
             self._withdraw_for(command)
-            return None
+            return
         subject, identify, own, withdraws = opening
+        number = self.next_number
+        self.next_number = number + 1
+        if type(command) in _NUMBERED_COMMANDS:
+            force_setattr(command, "number", number)
         id = identify(command)
         orders = self._by_subject[subject]
         for other in withdraws:
             self.withdraw(other, id)
         if id in orders:
             self._close(orders[id])
-        number = self.next_number
-        self.next_number = number + 1
         owner: Owner = own(self, command)
-        order = orders[id] = self.by_number[number] = Order(number, owner, command, at)
+        order = orders[id] = self.by_number[number] = Order(number, owner, command, self.event.at)
         self._owned[owner][subject][id] = order
         listener = self._listeners.get(subject)
         if listener is not None:
             listener(order, 0)
-        return order
 
     def note_finished(self, order: Order, finished: int) -> None:
         """Note that `finished` trajectories of a running group have ended, more than were known."""
@@ -431,14 +445,8 @@ class OrderBook:
     def match(self, event: Event) -> bool:
         """Close every open order that an event answers. False: the event needs an open order and finds none, so it is
         a stale echo."""
-        if isinstance(event, NUMBERED):
-            return self._match_numbers(event)
-        rules = _RULES.get(type(event))
-        if rules is None:
-            self.matched[event.id] = ()
-            return True
-        matched: tuple[Order, ...] = ()
-        for rule in rules:
+        matched: tuple[Order, ...] = self._match_numbers(event) if isinstance(event, NUMBERED) else ()
+        for rule in _RULES.get(type(event), ()):
             orders = self._by_subject[rule.subject]
             found = rule.find(orders, event) if orders else ()
             if found:
@@ -446,22 +454,21 @@ class OrderBook:
                 if rule.closes:
                     for order in found:
                         self._close(order)
-        if not matched and type(event) not in UNSOLICITED:
+        if not matched and type(event) in _NEED_ORDERS:
             return False
+        self.event = event
         self.matched[event.id] = matched
         return True
 
-    def _match_numbers(self, event: OrderDone | OrderProgressed) -> bool:
-        """`match` for an event that names orders by their numbers."""
+    def _match_numbers(self, event: OrderDone | OrderProgressed) -> tuple[Order, ...]:
+        """For an event that names orders by their numbers."""
         numbers = event.orders if isinstance(event, OrderDone) else (event.order,)
         named = [self.by_number[number] for number in dict.fromkeys(numbers) if number in self.by_number]
         matched = tuple(order for order in named if RELATIONS[type(order.command)].knows(type(event)))
         if isinstance(event, OrderDone):
             for order in matched:
                 self._close(order)
-        if matched:
-            self.matched[event.id] = matched
-        return bool(matched)
+        return matched
 
     def _withdraw_for(self, command: Command) -> None:
         if isinstance(command, CancelTimer):
@@ -546,3 +553,5 @@ def _rules() -> dict[type[Event], tuple[_Rule, ...]]:
 
 
 _RULES = _rules()
+_NEED_ORDERS = frozenset((*_RULES, *NUMBERED)) - {*UNSOLICITED}
+_NUMBERED_COMMANDS = frozenset(command for command in RELATIONS if "number" in command.__struct_fields__)

@@ -7,7 +7,7 @@ Changed only by `scheduling/scheduler.py` and the modules of `scheduling/`; ever
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.commands import StageWeights
+from engine.commands import FinishRun, StageWeights
 from engine.ids import NO_VERSION, GroupId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.ending import Ending
@@ -133,6 +133,30 @@ class State:
         self.started = True
         self.ending = Ending(restarts=self.ending.restarts, restarted_at=self.ending.restarted_at)
         self.training.publish_failures = self.checkpoints.failures = 0
+
+    def end_run(self, outcome: str, reason: str, *, again: bool = False, drained: bool = False) -> None:
+        """End the run as `finished`, `stopped` or `failed`. The first call determines the outcome. `again`: the run
+        begins again from its record if its budget allows."""
+        ending = self.ending
+        if ending.outcome is not None:
+            return
+        again = again and not ending.draining
+        if again and not self._charge_restart():
+            again, outcome = False, "failed"
+            spent = f"; the run restarted {ending.restarts} times without a train step (run_restarts)"
+            reason += spent if ending.restarts else ""
+        cause = self.orders.event.id
+        ending.outcome = FinishRun(outcome=outcome, reason=reason, again=again, drained=drained, cause=cause)
+
+    def _charge_restart(self) -> bool:
+        """Whether the run may begin again from its record. A new train step resets the budget."""
+        ending = self.ending
+        if self.training.steps_trained > ending.restarted_at:
+            ending.restarts, ending.restarted_at = 0, self.training.steps_trained
+        if ending.restarts >= self.limits.run_restarts:
+            return False
+        ending.restarts += 1
+        return True
 
     @property
     def takes_work(self) -> bool:

@@ -529,7 +529,7 @@ async def test_the_loss_of_a_trainer_lists_completed_checkpoints_that_it_did_not
     saved(tmp_path)
     scene = Scene(tmp_path, cluster)
     for steps in (OLDER, NEWEST, NEWEST + 1):
-        scene.scheduler.state.orders.add(SaveCheckpoint(steps=steps, number=steps, cause=0), 0.0)
+        scene.scheduler.state.orders.add(SaveCheckpoint(steps=steps, number=steps, cause=0))
     (checkpoint_path(tmp_path / "checkpoints", OLDER) / "steps").write_text("cut")
     scene.start(TRAINER, 0, 1)
     await settled()

@@ -155,7 +155,7 @@ def test_a_pool_is_leased_only_to_what_is_in_progress() -> None:
     lease = run.state.pools.of("ref_logprobs")
     assert lease.task == "ref_logprobs"
     again = structs.replace(run.ordered(ScoreBatch)[0], step=1)
-    run.state.orders.add(again, 0.0)
+    run.state.orders.add(again)
     with pytest.raises(InvariantViolated, match="a pool has several tasks at once"):
         check_pools(run.state)
     run.state.orders.withdraw("score", (1, "ref_logprobs"))

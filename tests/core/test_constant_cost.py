@@ -19,8 +19,8 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.runtime.driver import Tick
 from engine.scheduling.groups import MOST_DRAWN
-from engine.scheduling.issued_commands import MOST_STARTS
 from engine.scheduling.scheduler import GROUP_EVENTS, Scheduler
+from engine.scheduling.timers import MOST_STARTS
 from engine.simulation.world import Faults, Setting, World
 from engine.states.laws import check_all
 from engine.states.limits import Limits, Pool, ValidationLimits

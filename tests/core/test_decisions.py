@@ -233,7 +233,7 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
         replicas[r].version, replicas[r].slots = v, 4
         for group in range(n):
             order = StartGroup(group=10 * r + group, attempt=1, replica=r, incarnation=1, admitted_version=v)
-            run.state.orders.add(order, at=0.0)
+            run.state.orders.add(order)
         free.update(replicas[r])
     assert free.least_loaded(0).id == 0
     assert free.least_loaded(1).id == 2

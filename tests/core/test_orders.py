@@ -58,7 +58,6 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.laws import check_free_slots
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import (
-    NO_ORDERS,
     RELATIONS,
     SCORER_OF,
     TRAINER,
@@ -91,8 +90,8 @@ def orders_matched(book: OrderBook) -> list[Order]:
 
 
 def test_every_command_is_an_order_or_is_listed_as_none() -> None:
-    assert not RELATIONS.keys() & {*NO_ORDERS}
-    assert {*RELATIONS, *NO_ORDERS} == {*COMMANDS}
+    assert not RELATIONS.keys() & {CancelTimer, FinishRun}
+    assert {*RELATIONS, CancelTimer, FinishRun} == {*COMMANDS}
 
 
 def test_every_event_answers_or_reports_on_an_order_or_is_listed_as_unsolicited() -> None:
@@ -144,7 +143,8 @@ def answer(command: Command, event: type[Event], number: int) -> Event:
 @pytest.mark.parametrize(("kind", "event"), ANSWERS)
 def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]) -> None:
     book, command = OrderBook(), sample(kind, number=0)
-    book.add(command, at=3.0)
+    book.event = Event(at=3.0)
+    book.add(command)
     (order,) = book.all()
     assert (order.command, order.at, book.find(order.subject, order.id)) == (command, 3.0, order)
     assert book.match(answer(command, event, 0)) and orders_matched(book) == [order]
@@ -156,7 +156,7 @@ def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]
 @pytest.mark.parametrize(("kind", "event", "name"), ECHOES)
 def test_an_event_about_something_else_is_a_stale_echo(kind: type[Command], event: type[Event], name: str) -> None:
     book, command = OrderBook(), sample(kind, number=0)
-    book.add(command, at=0.0)
+    book.add(command)
     said = sample(event, number=0)
     changed = replace(said, **{name: other(getattr(said, name))})
     assert not book.match(changed) or event in UNSOLICITED
@@ -166,7 +166,7 @@ def test_an_event_about_something_else_is_a_stale_echo(kind: type[Command], even
 @pytest.mark.parametrize("kind", ROWS)
 def test_an_order_is_owned_by_who_carries_it_out_and_fails_with_it(kind: type[Command]) -> None:
     book, command = OrderBook(), sample(kind, number=0)
-    book.add(command, at=0.0)
+    book.add(command)
     (order,) = book.all()
     for bystander in ("somebody", -7):
         assert book.fail(bystander) == [] and book.owned(order.owner) == [order]
@@ -177,7 +177,8 @@ def test_an_order_is_owned_by_who_carries_it_out_and_fails_with_it(kind: type[Co
 def test_a_newer_order_with_the_same_key_replaces_the_older(kind: type[Command]) -> None:
     book = OrderBook()
     for number in (0, 1):
-        book.add(sample(kind, number=number, attempt=number + 1), at=float(number))
+        book.event = Event(at=float(number))
+        book.add(sample(kind, number=number, attempt=number + 1))
     if RELATIONS[kind].id == ("number",):
         assert [order.number for order in book.all()] == [0, 1], "each is about other groups"
         return
@@ -194,23 +195,23 @@ REPORTS = [(kind, event) for kind, row in RELATIONS.items() for event in row.rep
 @pytest.mark.parametrize(("kind", "event"), REPORTS, ids=lambda kind: kind.__name__)
 def test_a_report_needs_its_order_and_closes_nothing(kind: type[Command], event: type[Event]) -> None:
     book = OrderBook()
-    book.add(sample(kind, number=0), at=0.0)
+    book.add(sample(kind, number=0))
     assert book.match(sample(event, order=0)) and len(orders_matched(book)) == len(book) == 1
     assert not book.match(sample(event, order=1, attempt=1, incarnation=1)) and len(book) == 1
 
 
 def test_one_event_ends_a_group_and_what_was_to_cut_it_short() -> None:
     book = OrderBook()
-    book.add(sample(StartGroup), at=0.0)
-    book.add(sample(ParkGroup), at=0.0)
+    book.add(sample(StartGroup))
+    book.add(sample(ParkGroup))
     assert book.match(sample(GroupGenerated)) and len(orders_matched(book)) == 2 and len(book) == 0
 
 
 def test_an_abort_withdraws_the_group_and_its_cut() -> None:
     book = OrderBook()
-    book.add(sample(StartGroup), at=0.0)
-    book.add(sample(ParkGroup), at=0.0)
-    book.add(sample(AbortGroup, number=2), at=0.0)
+    book.add(sample(StartGroup))
+    book.add(sample(ParkGroup))
+    book.add(sample(AbortGroup, number=2))
     assert [type(order.command) for order in book.all()] == [AbortGroup]
     assert not book.match(sample(GroupGenerated)), "its answer is an echo by now"
 
@@ -218,7 +219,7 @@ def test_an_abort_withdraws_the_group_and_its_cut() -> None:
 def test_a_failed_step_ends_every_scoring_task_of_it() -> None:
     book = OrderBook(scored_apart=("old",))
     for step, task in ((1, "old"), (1, "ref"), (2, "old")):
-        book.add(ScoreBatch(step=step, attempt=1, task=task, groups=(1,), cause=0), at=0.0)
+        book.add(ScoreBatch(step=step, attempt=1, task=task, groups=(1,), cause=0))
     assert [order.owner for order in book.all()] == ["scorer of old", TRAINER, "scorer of old"]
     assert not book.match(StepFailed(step=1, attempt=2, reason=""))
     assert book.match(StepFailed(step=1, attempt=1, reason="")) and len(orders_matched(book)) == 2
@@ -229,7 +230,7 @@ def test_a_failed_step_ends_every_scoring_task_of_it() -> None:
 def test_orders_that_arrive_may_be_answered_late_twice_together_and_one_by_one() -> None:
     book = OrderBook()
     for number in range(4):
-        book.add(DiscardGroups(groups=(number,), number=number, cause=0), at=0.0)
+        book.add(DiscardGroups(groups=(number,), number=number, cause=0))
     assert book.match(OrderDone(orders=(3, 1)))
     assert not book.match(OrderDone(orders=(3, 1))), "an echo"
     assert book.match(OrderDone(orders=(1, 0))) and book.match(OrderDone(orders=(2, 3, 9)))
@@ -239,11 +240,11 @@ def test_orders_that_arrive_may_be_answered_late_twice_together_and_one_by_one()
 def test_a_cancelled_timer_is_withdrawn_and_a_finished_run_has_no_orders() -> None:
     book = OrderBook()
     for timer in (4, 5):
-        book.add(SetTimer(timer=timer, name=str(timer), delay_s=1.0, cause=0), at=0.0)
-    book.add(CancelTimer(timer=4, name="4", cause=0), at=0.0)
+        book.add(SetTimer(timer=timer, name=str(timer), delay_s=1.0, cause=0))
+    book.add(CancelTimer(timer=4, name="4", cause=0))
     assert not book.match(TimerFired(timer=4)) and len(book) == 1
-    book.add(sample(StartGroup), at=0.0)
-    book.add(FinishRun(outcome="stopped", reason="enough", cause=0), at=0.0)
+    book.add(sample(StartGroup))
+    book.add(FinishRun(outcome="stopped", reason="enough", cause=0))
     assert book.all() == []
 
 
@@ -283,10 +284,11 @@ def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
 
 def test_orders_are_reissued_oldest_first_and_a_timer_with_its_remaining_time() -> None:
     book = OrderBook()
+    book.event = Event(at=5.0)
     timer = SetTimer(timer=3, name="drain", delay_s=10.0, cause=0)
     drawn, resumed = DrawPrompts(first=0, count=4, cause=0), sample(ResumeReplica, number=2)
     for command in (timer, drawn, resumed):
-        book.add(command, at=5.0)
+        book.add(command)
     assert book.reissued(9.0) == [replace(timer, delay_s=6.0), drawn, resumed]
     assert book.reissued(60.0)[0] == replace(timer, delay_s=0.0)
     assert book.reissued(9.0)[0] == replace(timer, delay_s=6.0), "the book itself is as it was"
@@ -295,9 +297,9 @@ def test_orders_are_reissued_oldest_first_and_a_timer_with_its_remaining_time() 
 def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
     book = OrderBook()
     for row, kind in enumerate(kind for kind in RELATIONS if RELATIONS[kind].owner == "state"):
-        book.add(sample(kind, group=row, state="judging"), at=0.0)
+        book.add(sample(kind, group=row, state="judging"))
     assert book.owned(stage_owner("judging")) == book.all() != [] and book.owned(stage_owner("other")) == []
-    book.add(replace(sample(StartProcess), kind=REPLICA, index=6), at=0.0)
+    book.add(replace(sample(StartProcess), kind=REPLICA, index=6))
     assert [order.subject for order in book.owned(6)] == ["start"]
 
 

@@ -1,14 +1,10 @@
 """Schedules worked out by hand: capacity, deadlines, stragglers, syncs, failures, the end of a run."""
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 
 from engine.commands import (
     AbortGroup,
-    DrawPrompts,
-    EnterState,
     FinishRun,
     InstallWeights,
     PauseReplica,
@@ -29,26 +25,24 @@ from engine.errors import ConfigError, InvariantViolated
 from engine.events import (
     BatchScored,
     CheckpointSaved,
+    DrainRequested,
     GroupAborted,
     GroupFailed,
     ProcessLost,
     ProcessUp,
-    PromptsDrawn,
     PublishFailed,
     ReplicaPaused,
     SettingChanged,
     StateLeft,
     StepFailed,
+    StepTrained,
     StopRequested,
     SyncFailed,
     TimerFired,
-    WeightsPublished,
     WeightsStaged,
 )
 from engine.states.limits import Limits
-from engine.states.orders import LIMIT
-from engine.states.timeouts import Timeouts
-from tests.core.added_states import CHECKING, FETCHING
+from tests.core.added_states import FETCHING
 from tests.core.scripted import Scripted
 
 
@@ -496,61 +490,27 @@ def test_zero_variance_filter(trainable: int, spread: float, kept: bool) -> None
     assert (run.view.ready == 1) is kept
 
 
-def test_an_order_names_the_fact_that_made_it_possible_not_the_last_of_its_tick() -> None:
-    run = small(replicas=2, scoring_tasks=("old_logprobs",))
-    run.finish(0, 1)
-    scored = BatchScored(step=0, attempt=1, task="old_logprobs")
-    (train,) = [one for one in run.tell_together(scored, run.generated(2)) if isinstance(one, TrainStep)]
-    assert train.cause == scored.id
-    run.train()
-    published = WeightsPublished(version=1, attempt=run.ordered(PublishWeights)[-1].attempt)
-    stages = [one for one in run.tell_together(published, run.generated(3)) if isinstance(one, StageWeights)]
-    assert [stage.cause for stage in stages] == [published.id] * 2
-    staged = [WeightsStaged(replica=id, incarnation=1, attempt=1, version=1) for id in (0, 1)]
-    pauses = [one for one in run.tell_together(*staged) if isinstance(one, PauseReplica)]
-    assert [(pause.replica, pause.cause) for pause in pauses] == [(0, staged[0].id), (1, staged[1].id)]
-
-
-def test_an_order_for_new_weights_names_their_publication_and_no_timer_of_its_tick() -> None:
-    run = small(replicas=2, timeouts=Timeouts.every(1000.0))
-    run.finish(0, 1)
-    run.train()
-    published = WeightsPublished(version=1, attempt=run.ordered(PublishWeights)[-1].attempt)
-    (check,) = [order for order in run.state.orders.all() if order.id == LIMIT]
-    stages = [
-        one for one in run.tell_together(published, TimerFired(timer=check.number)) if isinstance(one, StageWeights)
-    ]
-    assert [stage.cause for stage in stages] == [published.id] * 2
-
-
-def test_the_work_of_an_added_state_names_the_last_fact_about_its_group() -> None:
-    run = small(added_states=(replace(CHECKING, concurrency=2),))
-    generated = [run.generated(0), run.generated(1)]
-    works = [one for one in run.tell_together(*generated) if isinstance(one, EnterState)]
-    assert [(work.group, work.cause) for work in works] == [(0, generated[0].id), (1, generated[1].id)]
-
-
-def test_the_work_on_drawn_groups_names_their_draw() -> None:
-    run = small(added_states=(FETCHING,), answers_draws=False, replicas=2)
-    (draw,) = run.ordered(DrawPrompts)
-    drawn = PromptsDrawn(first=draw.first, count=draw.count, exhausted=False, number=draw.number)
-    lost = ProcessLost(kind="replica", index=1, incarnation=1, reason="killed")
-    works = [one for one in run.tell_together(drawn, lost) if isinstance(one, EnterState)]
-    assert {work.cause for work in works} == {drawn.id}
-
-
-def test_the_work_of_an_added_state_names_the_fact_that_made_room_for_it() -> None:
-    run = small(added_states=(CHECKING,), infrastructure_attempts=9)
-    run.finish(0, 1)
-    (work,) = run.ordered(EnterState)
-    left = StateLeft(
-        group=0, attempt=work.attempt, state="checking", trainable=2, reward_mean=0.5, reward_spread=1.0
+def test_a_start_names_what_freed_its_slot_and_a_step_what_completed_its_batch() -> None:
+    run = small(
+        replicas=3, slots=1, max_staleness_steps=3, max_concurrent_groups=3, scoring_tasks=("old_logprobs",)
     )  # fmt: skip
-    (work,) = [one for one in run.tell_together(left, run.generated(2)) if isinstance(one, EnterState)]
-    assert (work.group, work.cause) == (1, left.id)
-    lost = ProcessLost(kind="added states", index=0, incarnation=1, reason="killed")
-    (work,) = [one for one in run.tell_together(lost, run.generated(3)) if isinstance(one, EnterState)]
-    assert (work.group, work.cause) == (2, lost.id), "group 1 waits again, behind those that waited"
+    answers = [run.generated(id) for id in (0, 1, 2)]
+    orders = run.tell_together(*answers)
+    assert [one.cause for one in orders if isinstance(one, ScoreBatch)] == [answers[1].id]
+    starts = {one.replica: one.cause for one in orders if isinstance(one, StartGroup)}
+    assert starts == {0: answers[0].id, 1: answers[1].id}
+
+
+def test_an_order_names_the_event_or_the_timer_that_is_handled() -> None:
+    run = small(drain_s=10.0)
+    run.finish(0, 1)
+    trained = StepTrained(step=0, attempt=1)
+    (publish,) = [one for one in run.tell_together(trained, run.generated(2)) if isinstance(one, PublishWeights)]
+    assert publish.cause == trained.id
+    run.tell(DrainRequested(reason="enough"))
+    fired = TimerFired(timer=run.ordered(SetTimer)[-1].timer)
+    run.tell_together(fired, run.generated(3))
+    assert run.ordered(FinishRun)[-1].cause == fired.id
 
 
 def test_every_start_names_its_cause() -> None:

@@ -244,20 +244,6 @@ def test_a_validation_takes_free_slots_before_groups_and_never_more() -> None:
     assert (len(world.out()), len(world.running())) == (1, 3)
 
 
-def test_an_order_to_measure_rows_names_the_fact_that_made_room_for_them() -> None:
-    run = Measured(ValidationLimits(rows=4, replicas=2, at_end=False), slots=1, replicas=2)
-    first, second = run.out()
-    answers = [
-        RowsMeasured(
-            validation=one.validation, chunk=one.chunk, attempt=1, replica=one.replica, incarnation=1, version=0,
-            measured=1, right=1, reward=1.0,
-        )
-        for one in (second, first)
-    ]  # fmt: skip
-    orders = [one for one in run.tell_together(*answers) if isinstance(one, MeasureRows)]
-    assert {order.replica: order.cause for order in orders} == {fact.replica: fact.id for fact in answers}
-
-
 def test_the_last_version_may_have_every_replica() -> None:
     world = Measured(replace(ON_THE_WAY, every=0, at_end=True), max_steps=1, replicas=3)
     world.next_version()

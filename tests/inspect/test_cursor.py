@@ -188,7 +188,7 @@ def test_the_state_after_a_diverging_decision_is_unknown(
 ) -> None:
     directory, plain = runs
     cursor = Cursor(lambda: open_record(directory))
-    monkeypatch.setattr("engine.scheduling.groups._admit_groups", lambda core, most: None)
+    monkeypatch.setattr("engine.scheduling.groups._admit_groups", lambda *given: None)
     first = next(tick.number for tick in plain.ticks if any(type(one) is StartGroup for one in tick.commands))
     with pytest.raises(EngineError, match=f"the state at tick {first} is unknown"):
         cursor.seek(first)
