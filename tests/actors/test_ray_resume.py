@@ -45,11 +45,21 @@ RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Ray's own, without any work of ours: after a launcher killed outright they take a minute to notice."""
 
 
+PROGRAM = """
+import sys
+from forked_workers import forked_workers
+from engine.cli import main
+with forked_workers():
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 def engine(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     others = {name: value for name, value in os.environ.items() if name != NICENESS}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.Popen(
-        [sys.executable, "-m", "engine.cli", *arguments], cwd=cwd, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True, env={**others, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=cwd, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True, env={**others, "PYTHONPATH": path},
     )  # fmt: skip
 
 
