@@ -4,6 +4,8 @@
 there.
 """
 
+import atexit
+import gc
 import os
 import secrets
 import signal
@@ -68,6 +70,16 @@ def pytest_xdist_auto_num_workers() -> int:
     """One more than there are processors: a test with a Ray cluster or a vLLM engine mostly waits for one process at a
     time, and for time limits."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What all test files import is there to stay: no garbage collection looks through it, now or later."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)

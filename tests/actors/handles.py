@@ -241,7 +241,6 @@ def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None
 
     async def whole(**given: Any) -> None:
         complaints: list[Any] = []
-        gc.freeze()  # what is there already is not looked through below
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
         loop.set_exception_handler(lambda loop, context: complaints.append(context))
@@ -251,7 +250,6 @@ def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         gc.collect()
-        gc.unfreeze()
         assert complaints == [], "asyncio says of no failure that nobody heard of it"
 
     return wraps(test)(lambda **given: asyncio.run(whole(**given)))
