@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from engine.actors.failover import RunRecovery
     from engine.control.requests import Operation
     from engine.runtime.run_history import RunHistory
-    from engine.runtime.run_loop import RunLoop
+    from engine.runtime.run_parts import RunParts
 
 
 class RelaunchNeeded(RunFailed):
@@ -104,7 +104,7 @@ class SchedulerActor:
     def __init__(self, plan: PackedPlan) -> None:
         hide_gpus()
         collect_rarely()
-        from engine.runtime.run_loop import Watchers
+        from engine.runtime.run_parts import Watchers
 
         self._packed = plan
         self._plan = plan.unpack()
@@ -118,7 +118,7 @@ class SchedulerActor:
         self._ended = False
         self._leaving = asyncio.Event()
         """Set once the run has been shut down."""
-        self._loop: RunLoop | None = None
+        self._parts: RunParts | None = None
         self._gateway: Any = None
         self._trainer_group: Any = None
         self._waits: asyncio.Queue[str] = asyncio.Queue()
@@ -170,16 +170,16 @@ class SchedulerActor:
             await self._catch_up(history)
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
-        loop = self._make(history)
-        loop.take_settings()
+        parts = self._make(history)
+        parts.take_settings()
         await self._reserve_trainer()
         self._start_stores()
-        self._connect(loop)
-        await loop.control.open()
+        self._connect(parts)
+        await parts.control.open()
         if waits := await asyncio.to_thread(replicas_wait, plan):
             self._say(waits)
-        await asyncio.gather(loop.supervisor.open(None if history is None else history.restore), self._open_gateway())
-        return loop.endpoint.url if loop.endpoint else None
+        await asyncio.gather(parts.supervisor.open(None if history is None else history.restore), self._open_gateway())
+        return parts.endpoint.url if parts.endpoint else None
 
     async def _load_extensions(self) -> None:
         """Load the user's extensions, which may be slow."""
@@ -236,25 +236,25 @@ class SchedulerActor:
 
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
-    def _make(self, earlier: "RunHistory | RunRecovery | None") -> "RunLoop":
-        """Make the run loop. Opening the record gives it a new epoch."""
-        from engine.runtime.run_loop import RunLoop, recorder_of
+    def _make(self, earlier: "RunHistory | RunRecovery | None") -> "RunParts":
+        """Make the parts of the run. Opening the record gives it a new epoch."""
+        from engine.runtime.run_parts import RunParts, recorder_of
 
         recorder = recorder_of(self._plan, earlier)
-        loop = self._loop = RunLoop(self._plan, recorder, self._watchers, earlier)
-        return loop
+        parts = self._parts = RunParts(self._plan, recorder, self._watchers, earlier)
+        return parts
 
-    def _running(self) -> "RunLoop":
-        assert self._loop is not None  # set by `open`, which is called first
-        return self._loop
+    def _running(self) -> "RunParts":
+        assert self._parts is not None  # set by `open`, which is called first
+        return self._parts
 
-    def _connect(self, loop: "RunLoop", living: RunningActors | None = None) -> None:
+    def _connect(self, parts: "RunParts", living: RunningActors | None = None) -> None:
         kept = (self._trajectories, self._weights, self._gateway)
         self._processes = RayProcesses(
-            self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch, trainer_group=self._trainer_group
+            self._plan, self._packed, self._self, *kept, epoch=parts.recorder.epoch, trainer_group=self._trainer_group
         )
         found = None if living is None else self._processes.found(living)
-        loop.connect(self._prompts, self._processes, RayStores(*kept), self._trajectories.stats.remote, found)
+        parts.connect(self._prompts, self._processes, RayStores(*kept), self._trajectories.stats.remote, found)
 
     @ray.method(max_task_retries=-1)
     async def beat(self) -> int:
@@ -313,22 +313,22 @@ class SchedulerActor:
     async def _continue_run(self, recovery: "RunRecovery") -> None:
         """Take over the actors, and reissue the open orders."""
         plan, packed = self._plan, self._packed
-        loop = self._make(recovery)
+        parts = self._make(recovery)
         try:
-            living = await take_over(packed.launch, plan, recovery, loop.recorder.epoch)
+            living = await take_over(packed.launch, plan, recovery, parts.recorder.epoch)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
             self._trainer_group = found_place(self._trainer_place).group
-            self._connect(loop, living)
-            await loop.control.open()
+            self._connect(parts, living)
+            await parts.control.open()
         except BaseException:
-            loop.recorder.close()
+            parts.recorder.close()
             raise
-        loop.metrics.finish_replay()
-        loop.supervisor.take_up()
-        loop.driver.recover(loop.scheduler.state.orders.reissued(recovery.recovered.at))
-        loop.supervisor.recover()
-        loop.announce()
+        parts.metrics.finish_replay()
+        parts.supervisor.take_up()
+        parts.driver.recover(parts.scheduler.state.orders.reissued(recovery.recovered.at))
+        parts.supervisor.recover()
+        parts.announce()
         self._main = asyncio.get_running_loop().create_task(self._close_at_end())
 
     @ray.method(max_task_retries=-1)
@@ -361,25 +361,25 @@ class SchedulerActor:
 
     async def _handle(self, source: str, incarnation: Incarnation, events: bytes, figures: Figures) -> list[Message]:
         self._reports += 1
-        loop, arrived = self._running(), time.perf_counter()
+        parts, arrived = self._running(), time.perf_counter()
         for step, said in figures:
-            loop.metrics.report(step, said)
+            parts.metrics.report(step, said)
         sender = self._processes.reporting(source, incarnation)
-        await loop.handled(unpack_events(events), (lambda: None) if sender is None else sender.hold)
+        await parts.driver.handled(unpack_events(events), (lambda: None) if sender is None else sender.hold)
         orders = [] if sender is None else sender.held()
         self._answered += len(orders)
         took = time.perf_counter() - arrived
         self._decisions_s.append(took)
-        loop.metrics.decision_s.observe([took])
+        parts.metrics.decision_s.observe([took])
         return orders
 
     @ray.method(max_task_retries=-1)
     async def tell(self, asked: "Operation") -> None:
         """Execute an operation from the launching process; does nothing once the run has ended."""
         await self._ensure_recovered()
-        loop = self._loop
-        if loop is not None and loop.scheduler.state.ending.outcome is None:
-            loop.control.carry_out(asked)
+        parts = self._parts
+        if parts is not None and parts.scheduler.state.ending.outcome is None:
+            parts.control.carry_out(asked)
 
     @ray.method(max_task_retries=-1)
     async def hand_over(self, steps: StepId) -> None:
@@ -399,8 +399,10 @@ class SchedulerActor:
             await self._watchers.wait()
         if self._ended and self._failure is not None:
             raise self._failure
-        status = self._last or read_status(self._running().metrics, None if self._ended else self._running().now())
-        asked = self._loop is not None and self._loop.control.end_requested
+        if (status := self._last) is None:
+            parts = self._running()
+            status = read_status(parts.metrics, None if self._ended else parts.driver.clock.now())
+        asked = self._parts is not None and self._parts.control.end_requested
         return Update(
             number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, end_requested=asked
         )
@@ -425,19 +427,19 @@ class SchedulerActor:
         await self._ensure_recovered()
         if self._ended:
             return
-        loop = self._running()
-        loop.stop()
-        await loop.control.close()
+        parts = self._running()
+        parts.stop()
+        await parts.control.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=CLOSE_TIMEOUT_S)
             ray.kill(gateway)
-        await loop.supervisor.close()
+        await parts.supervisor.close()
         await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=CLOSE_TIMEOUT_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
         await asyncio.to_thread(free_places, self._packed.launch)
-        loop.close()
+        parts.close()
         self._leaving.set()
 
     # the run

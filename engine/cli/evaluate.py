@@ -197,7 +197,7 @@ async def _run(plan: "Plan", show: Callable[[str], None]) -> "RunResult":
     try:
         while not task.done():
             await asyncio.wait([task], timeout=SHOWN_EVERY_S)
-            show(read_status(run.loop.metrics).validation_now)
+            show(read_status(run.parts.metrics).validation_now)
     finally:
         if not task.done():
             task.cancel()

@@ -1,6 +1,6 @@
 """Address and token of a run's control endpoint: `control.json` in its directory, readable by its user alone.
 
-The run loop writes the file at the start and removes it at the end; the command line reads it. Symbolic links are
+A run writes the file at the start and removes it at the end; the command line reads it. Symbolic links are
 refused. The token is new for each start of a run and is stored nowhere else.
 """
 

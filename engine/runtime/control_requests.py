@@ -1,7 +1,7 @@
 """Handles operations on a running run (scale, drain, stop, …) from its command line or its control endpoint, and
 detects silence: no change for `silence_s`.
 
-Called by `run_loop.py` on the driver's event loop. Operations are checked and delivered between two events.
+Called by `run_parts.py` on the driver's event loop. Operations are checked and delivered between two events.
 """
 
 import asyncio
@@ -76,8 +76,6 @@ class Control:
         plan: Plan,
         metrics: RunMetrics,
         driver: Driver,
-        deliver: Callable[..., None],
-        now: Callable[[], float],
         changed: Callable[[], None],
     ) -> None:
         """`changed()` wakes the observers of the run."""
@@ -85,8 +83,6 @@ class Control:
         self._plan = plan
         self._metrics = metrics
         self._driver = driver
-        self._deliver = deliver
-        self._now = now
         self._changed = changed
         self._server: ControlServer | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -128,7 +124,7 @@ class Control:
             log.info("operation: %s", clean(str(asked)))
         if isinstance(asked, Stop) or (isinstance(asked, Drain) and asked.replica is None):
             self.end_requested = True
-        self._deliver(*events)
+        self._driver.deliver(*events)
         if self._driver.failure is not None:
             raise EngineError(f"the run has failed: {self._driver.failure}")
         return {"done": self._answer(asked), **self._state()}
@@ -162,7 +158,7 @@ class Control:
         return ""
 
     def _state(self) -> dict[str, Any]:
-        state, now = self._driver.scheduler.state, self._now()
+        state, now = self._driver.scheduler.state, self._driver.clock.now()
         found = [wait.sentence(now) for wait in waits(state)]
         return {
             "outcome": state.ending.outcome.outcome if state.ending.outcome else None,
@@ -172,7 +168,7 @@ class Control:
 
     def _listen(self) -> None:
         before = self._metrics.silence
-        delay = self._silence.look(self._now())
+        delay = self._silence.look(self._driver.clock.now())
         if self._metrics.silence != before:
             self._changed()
         self._timer = asyncio.get_running_loop().call_later(delay, self._listen)

@@ -65,28 +65,31 @@ class _Sender(NamedTuple):
 class Driver:
     """One inbox, and the loop around it: take the events of a tick, decide, record, execute, acknowledge.
 
-    The executor may call `deliver` while it carries out commands; these events wait in the inbox. The driver takes no
-    more events after `FinishRun`, which `outcome` holds, or after an exception, which `failure` holds.
+    The executor may call `deliver` while it carries out commands; these events wait in the inbox. After `FinishRun`,
+    which `outcome` holds, or an exception, which `failure` holds, the run is over: later events are dropped.
     """
+
+    executor: Executor
 
     def __init__(
         self,
         scheduler: Scheduler,
         clock: Clock,
         recorder: RecordWriter,
-        executor: Executor,
+        executor: Executor | None = None,
         observe: Callable[[Tick], None] | None = None,
         events_before: int = 0,
         snapshot_every: int = 0,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
-        """`events_before`: number of events that earlier processes of the run handled. `snapshot_every`: most events
-        between two snapshots of the state; 0: no snapshots. `fail`: receives the exception that stops the driver;
-        without it, `deliver` raises the exception."""
+        """`executor`: None if it is set before the first event. `events_before`: number of events that earlier
+        processes of the run handled. `snapshot_every`: most events between two snapshots of the state; 0: no snapshots.
+        `fail`: receives the exception that stops the driver; without it, `deliver` raises the exception."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
-        self.executor = executor
+        if executor is not None:
+            self.executor = executor
         self.observe = observe
         self.events_handled = events_before
         self.outcome: FinishRun | None = None
@@ -94,8 +97,8 @@ class Driver:
         self.rejected = False
         """Whether the scheduler could not handle the last tick, and the record says so."""
         self.snapshot_every = snapshot_every
-        self.most_events: Callable[[], int] = lambda: MOST_EVENTS
-        """The maximum number of events in the next tick."""
+        self.tick_size: Callable[[], int] | None = None
+        """Returns the maximum number of events in the next tick; None: `MOST_EVENTS`."""
         self.held = False
         """Whether events wait in the inbox."""
         self._next_snapshot: float = events_before + snapshot_every if snapshot_every else NEVER
@@ -110,6 +113,10 @@ class Driver:
         self._process = os.getpid()
 
     @property
+    def is_over(self) -> bool:
+        return self.outcome is not None or self.failure is not None
+
+    @property
     def waiting(self) -> int:
         """Number of events in the inbox. May be read from any thread."""
         return len(self._inbox)
@@ -118,7 +125,7 @@ class Driver:
 
     def post(self, *events: Event) -> None:
         """Handle events in the next turn of the event loop, together with all events posted until then."""
-        if self.failure is None:
+        if not self.is_over:
             loop = None if self._turn_comes else asyncio.get_running_loop()
             self._add(events)
             if loop is not None:
@@ -134,15 +141,16 @@ class Driver:
             if self._fail is None:
                 raise self.failure
             return
-        self._add(events)
-        while self._inbox and not self._handling and not self.held and self.failure is None:
+        if not self.is_over:
+            self._add(events)
+        while self._inbox and not self._handling and not self.held and not self.is_over:
             self._tick()
 
     async def handled(self, events: Sequence[Event], last: Callable[[], None]) -> None:
-        """Post events; return once they are recorded and their commands executed, or the run has failed. `last` is
-        called before the tick that takes the last of them."""
+        """Post events; return once they are recorded and their commands executed, or the run is over. `last` is called
+        before the tick that takes the last of them."""
         self.post(*events)
-        if self.failure is None:
+        if not self.is_over:
             sender = _Sender(self._added, last, asyncio.get_running_loop().create_future())
             self._senders.append(sender)
             await sender.done
@@ -175,12 +183,10 @@ class Driver:
     def _take_turn(self) -> None:
         """Run one tick. The next tick runs in the next turn of the loop."""
         self._turn_comes = False
-        if self.held or self.failure is not None:
-            return
-        if self._inbox:
+        if self._inbox and not self.held and not self.is_over:
             self._tick()
-        if self._inbox:
-            self.post()
+            if self._inbox:
+                self.post()
 
     # a tick
 
@@ -204,7 +210,7 @@ class Driver:
             self.failure = self.failure or error
         finally:
             self._handling = False
-        while self._senders and (self.failure is not None or self._senders[0].end <= end):
+        while self._senders and (self.is_over or self._senders[0].end <= end):
             sender = self._senders.popleft()
             if not sender.done.done():
                 sender.done.set_result(None)
@@ -217,19 +223,17 @@ class Driver:
         """Number of events in the next tick. Some facts get a tick of their own."""
         if type(self._inbox[0]) in ALONE:
             return 1
-        most = min(self.most_events(), len(self._inbox))
+        most = min(MOST_EVENTS if self.tick_size is None else self.tick_size(), len(self._inbox))
         for count, event in enumerate(self._inbox):
             if count == most or type(event) in ALONE:
                 return count
         return most
 
     def _decide(self, events: Sequence[Event]) -> tuple[Command, ...]:
-        """Decide and record a tick. Returns its commands. Records nothing once the run is over.
+        """Decide and record a tick. Returns its commands.
 
         Raises: the exception of `Scheduler.tick`, after recording the tick as rejected.
         """
-        if self.outcome is not None:
-            return ()
         at = self.clock.now()
         for id, event in enumerate(events, start=self.events_handled):
             stamp(event, id, at)

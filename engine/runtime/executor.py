@@ -171,11 +171,12 @@ class RunExecutor:
         that hangs stops the run, and is asked no more."""
         if self._prompts_hang:
             return "its source hangs"
-        limit_s = self._limit_of_prompt()
+        limit_s: float | None = None
         try:
             if isinstance(self._prompts, CountedPrompts):
                 prompt = read_prompt(self._prompts, group)
             else:  # the source is the user's: it may block
+                limit_s = self._limit_of_prompt()
                 prompt = self._reader.wait_for(limit_s, read_prompt, self._prompts, group)
             self._check(prompt)
         except CallHangs:

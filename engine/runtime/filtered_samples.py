@@ -1,6 +1,6 @@
 """Samples of groups that the filter dropped: reads the first ones of each train step before they are discarded.
 
-Called by the run loop in every tick, before the tick's commands are executed. The scheduler decides about a group by
+Called in every tick, before the tick's commands are executed. The scheduler decides about a group by
 its figures, so nothing but the trajectory store still has its texts. The store executes calls in order, so no discard
 waits for a sample. Must never raise.
 """

@@ -1,6 +1,6 @@
 """The process that reads a run's record while the run goes, so that `engine explain` finds most of it read.
 
-`run_loop` wakes it. It fills `RUN/history-cache` as `engine explain` would, one stretch at a time, and only in
+`run_parts` wakes it. It fills `RUN/history-cache` as `engine explain` would, one stretch at a time, and only in
 processor time that no other process wants; `cli.keep_history` is its code. Must never fail the run or delay its end.
 """
 

@@ -1,6 +1,6 @@
 """Serves the metrics endpoint of a run and announces its address.
 
-Opened by `run_loop.py`. Scrapes run on separate threads. A scrape must never wait for the driver's event loop, and the
+Opened by `run_parts.py`. Scrapes run on separate threads. A scrape must never wait for the driver's event loop, and the
 loop must never wait for a scrape.
 """
 
@@ -80,11 +80,10 @@ class Endpoint:
         metrics: RunMetrics,
         driver: Driver,
         held: Callable[[], Awaitable[StoreStats]],
-        now: Callable[[], float],
     ) -> None:
         recorder = driver.recorder
         around = ExternalFigures(
-            now=now,
+            now=lambda: driver.clock.now(),
             events_waiting=lambda: driver.waiting,
             record=(lambda: recorder.progress) if isinstance(recorder, Recorder) else None,
             store=StoreWatch(held, asyncio.get_running_loop()),
@@ -95,7 +94,7 @@ class Endpoint:
             host=at.host,
             hosts=at.hosts,
             port=at.port,
-            describe=lambda: plain_status(metrics, now()),
+            describe=lambda: plain_status(metrics, driver.clock.now()),
         )
         self._plan = plan
         self._places: list[Path] = []

@@ -1,6 +1,6 @@
 """Starts, stops and watches the processes that the scheduler orders, and reports what happens to them.
 
-Called by the run loop and the executor, on the driver's event loop. It takes over running processes after a failover.
+Called by the executor and `run_parts.py`, on the driver's event loop. It takes over running processes after a failover.
 Must never decide anything: the core decides whether and from where a lost process restarts (`scheduling/processes.py`).
 """
 

@@ -143,7 +143,7 @@ class World:
             self.scheduler, self, recorder or NullRecorder(), self, self._observe, snapshot_every=snapshot_every,
             fail=self._fail,
         )  # fmt: skip
-        self.driver.most_events = self.dice.tick_size
+        self.driver.tick_size = self.dice.tick_size
 
     def _connect(self, found: Found | None = None) -> None:
         """Make the parts of the scheduler's process other than the driver. `found`: processes that an earlier

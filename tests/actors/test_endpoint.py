@@ -66,7 +66,7 @@ def test_a_run_that_begins_deletes_what_killed_runs_left_and_nothing_of_live_one
 
     async def begin_and_end() -> None:
         world = steady_world()
-        opened = Endpoint(mine, world.metrics, world.driver, None, lambda: 0.0, 0)
+        opened = Endpoint(mine, world.metrics, world.driver, None, 0)
         opened.announce()
         assert names(folder) == ["live.json", "mine.json"]
         opened.close()

@@ -14,7 +14,7 @@ from engine.events import ProcessLost, ProcessUp, ReplicasWanted
 from engine.protocols import GroupWork
 from engine.record import read, replay
 from engine.runtime.prompt_sources import listed
-from engine.runtime.run_loop import RunLoop
+from engine.runtime.run_parts import RunParts
 from engine.trajectory import Trajectory
 from engine.workers.plan import Plan, Rollout
 
@@ -24,25 +24,25 @@ PROMPTS = 120
 class Wanting(Steady):
     """Asks for other numbers of replicas after so many groups, over all of its kind."""
 
-    def __init__(self, loops: list[RunLoop], wanted: dict[int, int], seen: list[int]) -> None:
+    def __init__(self, runs: list[RunParts], wanted: dict[int, int], seen: list[int]) -> None:
         super().__init__()
-        self._loops = loops
+        self._runs = runs
         self._wanted = wanted
         self._seen = seen
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         self._seen.append(work.group)
         if (replicas := self._wanted.get(len(self._seen))) is not None:
-            self._loops[0].deliver(ReplicasWanted(replicas=replicas))
+            self._runs[0].driver.deliver(ReplicasWanted(replicas=replicas))
         return await super().sample(work, weights, version)
 
 
 @pytest.fixture
-def loops(monkeypatch: pytest.MonkeyPatch) -> list[RunLoop]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[RunParts]:
     """Those that runs of the test make, as they are made. They get each order about a life twice."""
-    made: list[RunLoop] = []
+    made: list[RunParts] = []
 
-    class Noted(RunLoop):
+    class Noted(RunParts):
         def connect(self, *given: Any) -> None:
             super().connect(*given)
             made.append(self)
@@ -53,16 +53,16 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[RunLoop]:
 
             monkeypatch.setattr(self.executor, "execute", twice)
 
-    monkeypatch.setattr(sys.modules["engine.runtime.local.run"], "RunLoop", Noted)
+    monkeypatch.setattr(sys.modules["engine.runtime.local.run"], "RunParts", Noted)
     return made
 
 
-def test_replicas_are_started_let_go_and_started_again(loops: list[RunLoop]) -> None:
+def test_replicas_are_started_let_go_and_started_again(runs: list[RunParts]) -> None:
     trainer, seen, made = Counting(), list[int](), list[int]()
 
     def make(replica: int) -> Wanting:
         made.append(replica)
-        return Wanting(loops, wanted, seen)
+        return Wanting(runs, wanted, seen)
 
     wanted = {8: 3, 40: 1, 80: 2}
     result = run(
@@ -80,9 +80,9 @@ def test_replicas_are_started_let_go_and_started_again(loops: list[RunLoop]) -> 
     assert replay(read(result.record)).identical
 
 
-def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(loops: list[RunLoop]) -> None:
+def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(runs: list[RunParts]) -> None:
     trainer, seen = Counting(), list[int]()
-    generators = [Wanting(loops, {8: 3}, seen) for _ in range(2)]
+    generators = [Wanting(runs, {8: 3}, seen) for _ in range(2)]
     result = run(generators=generators, trainer=trainer)
     assert sorted(trainer.groups) == list(range(30))
     (lost,) = events_of(result, ProcessLost)
@@ -96,11 +96,11 @@ class Closing(Wanting):
 
 
 def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
-    loops: list[RunLoop], monkeypatch: pytest.MonkeyPatch
+    runs: list[RunParts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["engine.runtime.local.local_processes"], "CLOSE_S", 0.0)
     trainer, seen = Counting(), list[int]()
-    result = run(generators=[Closing(loops, {8: 1}, seen) for _ in range(2)], trainer=trainer)
+    result = run(generators=[Closing(runs, {8: 1}, seen) for _ in range(2)], trainer=trainer)
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.incarnation) == (1, 1)
     assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))

@@ -1,6 +1,6 @@
 """`run`: runs a user's generators and trainer in this process until the run ends, and returns the result.
 
-Called by users. It makes a plan from the arguments, and a run loop whose processes are all in this process. Must never
+Called by users. It makes a plan from the arguments, and runs it with all processes in this process. Must never
 leave anything open, however the run ends.
 """
 
@@ -31,7 +31,7 @@ from engine.runtime.local.arguments import GENERATOR, SCORER, check_arguments, h
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.prompt_sources import as_prompts, catch_up, listed
 from engine.runtime.run_history import history_of
-from engine.runtime.run_loop import RunLoop, Watchers, header_of, recorder_of
+from engine.runtime.run_parts import RunParts, Watchers, header_of, recorder_of
 from engine.runtime.trajectory_service import TrajectoryService
 from engine.scheduling.settings import MAX_STEPS
 from engine.states.group import GROUP
@@ -207,7 +207,7 @@ def _load(trainer: Trainer, restore: Restore) -> None:
 
 
 class LocalRun:
-    """A run loop whose processes are all in this process."""
+    """A run whose processes are all in this process."""
 
     def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
         """`can_make`: whether another incarnation of a replica can be made."""
@@ -235,55 +235,55 @@ class LocalRun:
                 MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.history)
             )
             opened.callback(self.recorder.close)
-            self.loop = loop = RunLoop(plan, self.recorder, Watchers(), self.history)
-            loop.take_settings()
+            self.parts = parts = RunParts(plan, self.recorder, Watchers(), self.history)
+            parts.take_settings()
             weights = LocalWeights()
-            processes = LocalProcesses(plan, self._store, weights, loop.post, self._report, can_make)
-            loop.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
+            processes = LocalProcesses(plan, self._store, weights, parts.driver.post, self._report, can_make)
+            parts.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
             opened.pop_all()
 
     async def to_end(self) -> RunResult:
         """Run until the run ends, then close everything. Raises: `RunFailed` with the cause, `EngineError` for a
         defect of the engine."""
-        loop = self.loop
+        parts = self.parts
         try:
-            await loop.control.open()
-            await loop.supervisor.open(None if self.history is None else self.history.restore)
-            loop.begin(self.history)
-            finish = await asyncio.shield(loop.over)
+            await parts.control.open()
+            await parts.supervisor.open(None if self.history is None else self.history.restore)
+            parts.begin(self.history)
+            finish = await asyncio.shield(parts.over)
         except asyncio.CancelledError:
-            if loop.driver.events_handled:
-                loop.deliver(StopRequested(reason="interrupted"))
+            if parts.driver.events_handled:
+                parts.driver.deliver(StopRequested(reason="interrupted"))
             raise
         finally:
             await asyncio.shield(asyncio.ensure_future(self._close()))
         if finish.outcome == "failed":
-            raise RunFailed(finish.reason, steps=loop.scheduler.state.training.steps_trained)
+            raise RunFailed(finish.reason, steps=parts.scheduler.state.training.steps_trained)
         return self._result(finish)
 
     async def _close(self) -> None:
         """Close everything, the record last. A failure is logged: it must not hide why the run ended."""
-        loop = self.loop
-        loop.stop()
+        parts = self.parts
+        parts.stop()
         try:
-            for close in (loop.control.close, loop.supervisor.close, self._store.close):
+            for close in (parts.control.close, parts.supervisor.close, self._store.close):
                 try:
                     await close()
                 except Exception:
                     log.exception("the run could not be closed completely")
         finally:
-            loop.close()
-            begun = loop.driver.events_handled or loop.driver.failure is not None
+            parts.close()
+            begun = parts.driver.events_handled or parts.driver.failure is not None
             if isinstance(self.recorder, Recorder) and not begun:
                 shutil.rmtree(self.recorder.directory)  # the record of a run that never began would block the next run
 
     def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
         self._reports.append({"step": step} | dict(figures) | {"step": step})
-        self.loop.metrics.report(step, figures)
+        self.parts.metrics.report(step, figures)
 
     def _result(self, finish: FinishRun) -> RunResult:
-        loop = self.loop
-        metrics, state = loop.metrics, loop.scheduler.state
+        parts = self.parts
+        metrics, state = parts.metrics, parts.scheduler.state
         return RunResult(
             outcome=finish.outcome,
             reason=finish.reason,
@@ -293,8 +293,8 @@ class LocalRun:
             staleness_mean=metrics.trained.mean or 0.0,
             staleness_max=max(metrics.trained.range, default=0),
             tokens=metrics.trained.tokens,
-            events=loop.driver.events_handled,
-            seconds=loop.now(),
+            events=parts.driver.events_handled,
+            seconds=parts.driver.clock.now(),
             metrics=self._reports,
             validations=metrics.validations,
             resumed="" if self.history is None else str(self.history),

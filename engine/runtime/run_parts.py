@@ -76,7 +76,7 @@ class Watchers:
         self._changed = asyncio.Event()
 
 
-# -- the loop -------------------------------------------------------------------------------------------------------
+# -- the parts ---------------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def recorder_of(plan: Plan, earlier: RecoveredRun | None) -> RecordWriter:
     return Recorder(plan.run_dir / "schedule", header_of(plan))
 
 
-class RunLoop:
+class RunParts:
     """Call `connect`, then `begin`, finally `stop` and `close`. `over` completes when the run ends: with its
     `FinishRun`, or with the exception that ended it."""
 
@@ -118,7 +118,6 @@ class RunLoop:
         self.recorder = recorder
         self.watchers = watchers
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
-        self._before = 0 if earlier is None else earlier.recovered.events
         self._at = 0.0 if earlier is None else earlier.recovered.at
         if earlier is None:
             policies = PolicySet.from_names(plan.policies)
@@ -133,7 +132,11 @@ class RunLoop:
             validations = [*validation_rows(journal.path)]
         self.metrics = RunMetrics(self.scheduler, journal, first, validations)
         self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
-        self.clock = LoopClock(self._at)
+        self.driver = Driver(
+            self.scheduler, LoopClock(self._at), recorder, None, self._observe,
+            0 if earlier is None else earlier.recovered.events,
+            0 if plan.run_dir is None else plan.snapshot_every, self._fail,
+        )  # fmt: skip
         self._settings: Sequence[Event] = ()
         self._learning: MixedPrompts | None = None
         self._filtered: FilteredSamples | None = None
@@ -159,42 +162,35 @@ class RunLoop:
         keeper = keeper_of(plan.run_dir, plan.sample_policy)
         if keeper is not None and keeper.filtered_groups:
             self._filtered = FilteredSamples(keeper, stores.read)
-        self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
-        self.executor = RunExecutor(
+        driver, state = self.driver, self.scheduler.state
+        self.supervisor = Supervisor(plan, processes, state, driver.deliver, self.lose, found)
+        self.executor = driver.executor = RunExecutor(
             plan,
             supervisor=self.supervisor,
             prompts=prompts,
             stores=stores,
             check=processes.check,
             limit_of_prompt=self._limit_of_prompt,
-            post=self.post,
+            post=driver.post,
             finish=self._finish,
         )
-        self.driver = Driver(
-            self.scheduler, self.clock, self.recorder, self.executor, self._observe, self._before,
-            0 if plan.run_dir is None else plan.snapshot_every, self._fail,
-        )  # fmt: skip
         if plan.metrics is not None:
-            self.endpoint = Endpoint(plan, plan.metrics, self.metrics, self.driver, held, self.now)
-        self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
+            self.endpoint = Endpoint(plan, plan.metrics, self.metrics, driver, held)
+        self.control = Control(plan, self.metrics, driver, self.watchers.changed)
 
     def _limit_of_prompt(self) -> float | None:
         """Seconds that reading a prompt may take: as long as a draw."""
         state = self.scheduler.state
         return state.limits.timeouts.limit("draw", state.limit_check.longest.get("draw"), fresh=False)
 
-    def now(self) -> float:
-        """Seconds since the run began, without the time between an end and a resume."""
-        return self.clock.now()
-
     def begin(self, history: RunHistory | None) -> None:
         """Start the run, or resume it from `history`, once every process is open."""
-        self.clock = self.driver.clock = LoopClock(self._at)
+        self.driver.clock = LoopClock(self._at)
         lives = len(self.plan.lives())
         begun = history is not None and history.recovered.events > 0
         resumed = history.event(lives, self.plan.resumption.again) if begun and history is not None else None
-        self.deliver(resumed or RunStarted(replicas=lives))
-        self.deliver(*self._settings)
+        self.driver.deliver(resumed or RunStarted(replicas=lives))
+        self.driver.deliver(*self._settings)
         self.announce()
         self.supervisor.begin()
 
@@ -204,22 +200,6 @@ class RunLoop:
             self.endpoint.announce()
         self.control.begin()
 
-    def deliver(self, *events: Event) -> None:
-        """Handle events and send the resulting commands now. An exception of the driver ends the run."""
-        if not self.over.done():
-            self.driver.deliver(*events)
-
-    def post(self, *events: Event) -> None:
-        """Handle events in the next turn of the event loop."""
-        if not self.over.done():
-            self.driver.post(*events)
-
-    async def handled(self, events: Sequence[Event], last: Callable[[], None]) -> None:
-        """Post events; return once they are recorded and the resulting commands sent, or the run is over. `last` is
-        called before the tick that takes the last of them."""
-        if not self.over.done():
-            await self.driver.handled(events, last)
-
     def _fail(self, error: Exception) -> None:
         if not self.over.done():
             self.over.set_exception(error)
@@ -227,7 +207,7 @@ class RunLoop:
 
     def lose(self, reason: str) -> None:
         """Report that the run cannot continue in these processes."""
-        self.deliver(RunInterrupted(reason=clean(reason)))
+        self.driver.deliver(RunInterrupted(reason=clean(reason)))
 
     def stop(self) -> None:
         """Execute no more orders, and report no more lost processes."""
