@@ -41,9 +41,9 @@ from engine.states.limits import QUEUED
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt
 from engine.workers.clock import Timers
-from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import held_out_group
 from engine.workers.plan import Plan
+from engine.workers.reports import Reports
 from engine.workers.threads import CallHangs, OneThread
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RunExecutor:
         """The orders of this turn for each process."""
         self._discards: list[GroupId] = []
         self._discard_orders: list[int] = []
-        self._done = DoneOrders(post)
+        self._reports = Reports(post)
         self._tasks: set[asyncio.Task[None]] = set()
         """Open draws and calls to the stores."""
         self._source = OneThread("prompts")
@@ -128,6 +128,7 @@ class RunExecutor:
 
     def close(self) -> None:
         self._timers.close()
+        self._reports.close()
         self._source.abandon()
         self._reader.abandon()
         for task in self._tasks:
@@ -136,7 +137,7 @@ class RunExecutor:
     def _expect(self, call: Awaitable[object] | None, numbers: list[int]) -> None:
         """Acknowledge orders to a store once the call has returned; at once if there is none."""
         if call is None:
-            self._done.add(*numbers)
+            self._reports.done(*numbers)
             return
         self.calls += 1
         self._spawn(self._answer(call, numbers))
@@ -154,7 +155,7 @@ class RunExecutor:
         except Exception as error:
             log.warning("orders %s to a store failed: %s", numbers, reason_of(error))
         else:
-            self._done.add(*numbers)
+            self._reports.done(*numbers)
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         prompt = self._read(command.group)

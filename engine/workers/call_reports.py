@@ -4,17 +4,15 @@ The workers of replicas and of added states use it. It must never report while n
 once in `LONGEST_S`, except at the beginning of a wait.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from engine.events import CallsMeasured
-from engine.ids import Incarnation
 from engine.protocols import CallFigures, MeasuresCalls
 from engine.record.codec import event_of
 from engine.workers.threads import contained
+from engine.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -26,36 +24,23 @@ class CallReports:
     """Reports the figures of those of `sources` that implement `protocols.MeasuresCalls`. Functions with one name count
     as one."""
 
-    def __init__(
-        self, kind: str, index: int, incarnation: Incarnation, sources: Sequence[object],
-        emit: Callable[[CallsMeasured], None],
-    ) -> None:  # fmt: skip
-        self._who: dict[str, Any] = {"kind": kind, "index": index, "incarnation": incarnation}
+    def __init__(self, worker: Worker, sources: Sequence[object]) -> None:
+        self._worker = worker
         self._sources = [source for source in sources if isinstance(source, MeasuresCalls)]
-        self._emit = emit
         self._reported: dict[str, CallFigures] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._interval_s = FIRST_S
         for source in self._sources:
             source.watch_calls(self._changed)
 
-    def close(self) -> None:
-        """Report nothing any more."""
-        self._sources.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _changed(self) -> None:
-        if self._timer is None and self._sources:
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._report)
+        if self._sources:
+            self._worker.reports.within(self._interval_s, self._report)
 
     def _report(self) -> None:
-        self._timer = None
         try:
             reported = contained(self._report_changes)
         except Exception:
-            who = f"{self._who['kind']} {self._who['index']}"
-            log.exception("%s no longer reports its calls: correct call_figures() of its generator", who)
+            log.exception("%s no longer reports its calls: correct call_figures() of its generator", self._worker.name)
             self._sources.clear()
             return
         self._interval_s = min(2 * self._interval_s, LONGEST_S) if reported else FIRST_S
@@ -64,7 +49,8 @@ class CallReports:
 
     def _report_changes(self) -> bool:
         """Report what has changed; whether anything has. Raises: `CodecError` for figures that are no such numbers."""
-        reported = False
+        reported, worker = False, self._worker
+        who = {"kind": worker.kind, "index": worker.index, "incarnation": worker.incarnation}
         for figures in self._figures().values():
             before = self._reported.get(figures.function)
             calls, seconds, held_s = figures.calls, figures.seconds, figures.held_s
@@ -75,7 +61,7 @@ class CallReports:
             reported = True
             self._reported[figures.function] = figures
             since = {"calls": calls, "seconds": seconds, "held_s": held_s}
-            self._emit(event_of(CallsMeasured, self._who | asdict(figures) | since))
+            worker.peers.emit(event_of(CallsMeasured, who | asdict(figures) | since))
         return reported
 
     def _figures(self) -> dict[str, CallFigures]:

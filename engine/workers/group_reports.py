@@ -4,17 +4,16 @@ Called by `replica.ReplicaWorker` for every group. A malformed group must never 
 break, or the trainer; its attempt fails with the reason. Events have lengths, versions and rewards, never tokens.
 """
 
-import asyncio
 import json
 import operator
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from engine.errors import DataFailure, EngineError
-from engine.events import GroupAborted, GroupGenerated, OrderDone, PrefixStored
+from engine.events import GroupAborted, GroupGenerated, PrefixStored
 from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, Version
 from engine.protocols import Generated, GroupWork
 from engine.protocols.user_values import LARGEST, MOST_OF_ALL, figures_in, number_in
@@ -233,32 +232,6 @@ def all_finite(numbers: list[Any]) -> bool:
         return isfinite(sum(numbers)) or all(map(isfinite, numbers))
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-# -- acknowledgments ---------------------------------------------------------------------------------------------------
-
-
-class DoneOrders:
-    """Batches acknowledgments. `emit` receives the events."""
-
-    def __init__(self, emit: Callable[[OrderDone], None]) -> None:
-        self._emit = emit
-        self._numbers: list[int] = []
-
-    def add(self, *numbers: int) -> None:
-        """Acknowledge executed orders."""
-        if not self._numbers:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._numbers += numbers
-
-    async def add_after(self, work: Callable[[], Awaitable[object]], numbers: Sequence[int]) -> None:
-        """Acknowledge orders once `work()` has returned. If it raises, this raises the same and they stay open."""
-        await work()
-        self.add(*numbers)
-
-    def _send(self) -> None:
-        numbers, self._numbers = self._numbers, []
-        self._emit(OrderDone(orders=tuple(numbers)))
 
 
 # -- events about groups -----------------------------------------------------------------------------------------------

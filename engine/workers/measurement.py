@@ -22,7 +22,6 @@ from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.group_reports import judged_problem
 from engine.workers.plan import Answer, Plan, Rollout
-from engine.workers.progress_reports import ProgressReports
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
 from engine.workers.threads import contained, from_any_thread, on_a_thread
 from engine.workers.worker import Worker
@@ -91,7 +90,7 @@ class Measurements:
         self._held_out = held_out
         self._version = version
         self._running: dict[asyncio.Task[None], Measurement] = {}
-        self._progress = ProgressReports(worker.progress_every_s(MeasureRows), self._report)
+        self._progress_every_s = worker.progress_every_s(MeasureRows)
         self._newest = -1
         """Number of the newest order; a repeat has no higher one. The orders of a life arrive in ascending order of
         their numbers: the executor sends them in the order of the book, and `wire.InOrder` restores it."""
@@ -159,7 +158,7 @@ class Measurements:
         self._require_version(order)
         rows = range(order.first, order.first + order.count)
         measurement.groups = [held_out_group(order.validation, len(held_out.prompts), row) for row in rows]
-        progressed = from_any_thread(partial(self._progress.note, measurement))
+        progressed = from_any_thread(partial(self._take_progress, measurement))
         works = [
             GroupWork(
                 group=group, attempt=order.attempt, prompt=copy_prompt(prompt), samples=1, held_out=True,
@@ -198,6 +197,9 @@ class Measurements:
         generated = await awaited(evaluator.generate, work)
         work.progress()
         return generated
+
+    def _take_progress(self, measurement: Measurement) -> None:
+        self._worker.reports.within(self._progress_every_s, self._report, measurement)
 
     def _report(self, measurement: Measurement) -> None:
         """Report that rows of a chunk have progressed, if the chunk still runs."""

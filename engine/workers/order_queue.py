@@ -7,12 +7,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
-from engine.events import Event
+from engine.commands import (
+    Command,
+    DeleteCheckpoint,
+    PublishWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    StartProcess,
+    TrainStep,
+)
+from engine.events import Event, OrderProgressed
 from engine.ids import Incarnation
-from engine.workers.plan import Plan
-from engine.workers.progress_reports import SerialProgress
-from engine.workers.threads import OneThread
+from engine.workers.plan import Plan, Restore
+from engine.workers.threads import OneThread, from_any_thread
 from engine.workers.worker import Peers, Worker
 
 QueuedOrder = ScoreBatch | TrainStep | PublishWeights | SaveCheckpoint | DeleteCheckpoint
@@ -23,8 +30,11 @@ class OrderQueue(Worker):
     answers it."""
 
     _handlers: Mapping[type[Any], Callable[[Any], Awaitable[Event]]]
-    _progress: SerialProgress
-    """Learns which order is carried out. Set when the worker opens."""
+    note_progress: Callable[[], None]
+    """The current order has progressed. Call it on any thread, as often as you like."""
+    _order = -1
+    """The number of the order that is carried out; -1: none."""
+    _order_class: type[Command] = Command
 
     def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
         super().__init__(plan, index, incarnation, peers)
@@ -34,6 +44,25 @@ class OrderQueue(Worker):
         their numbers: the executor sends them in the order of the book, and `wire.InOrder` restores it."""
         self._orders: asyncio.Queue[QueuedOrder] = asyncio.Queue()
         self._working = False
+
+    async def _open(self, restore: Restore | None) -> None:
+        self.note_progress = from_any_thread(self._take_progress)
+        self._order, self._order_class = -1 if restore is None else restore.order, StartProcess
+        try:
+            await self._load(restore)
+        finally:
+            self._order = -1  # also of a start that fails or is given up
+
+    async def _load(self, restore: Restore | None) -> None:
+        raise NotImplementedError
+
+    def _take_progress(self) -> None:
+        if self._order >= 0:
+            self.reports.within(self.progress_every_s(self._order_class), self._report_progress, self._order)
+
+    def _report_progress(self, order: int) -> None:
+        if order == self._order:
+            self.peers.emit(OrderProgressed(order=order))
 
     async def _answer(self, command: QueuedOrder) -> Event | None:
         """Carry out one order. Returns the event that answers it; None if this process must be replaced instead."""
@@ -55,17 +84,15 @@ class OrderQueue(Worker):
 
     async def _close(self) -> None:
         """Return when the present call has ended. Queued orders are dropped."""
-        if self._opened:
-            self._progress.end()
         await super()._close()
         await self._thread.close()
 
     async def _work(self) -> None:
         while True:
             command = await self._orders.get()
-            self._progress.begin(type(command), command.number)
+            self._order, self._order_class = command.number, type(command)
             event = await self._answer(command)
-            self._progress.end()
+            self._order = -1
             if event is not None:
                 self.peers.emit(event)
 

@@ -21,7 +21,7 @@ from engine.commands import (
     TruncateGroup,
 )
 from engine.errors import DataFailure, EngineError, clean, reason_of
-from engine.events import Event, GroupFailed, OrderDone, OrderProgressed, ProcessUp
+from engine.events import Event, GroupFailed, OrderProgressed, ProcessUp
 from engine.ids import GroupId, Incarnation, Version
 from engine.protocols import Fallible, Generated, GroupWork
 from engine.protocols.user_code import awaited
@@ -33,7 +33,6 @@ from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.cache_reports import CacheReports
 from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
-    DoneOrders,
     Versions,
     aborted_event,
     check_generated,
@@ -43,7 +42,6 @@ from engine.workers.group_reports import (
 )
 from engine.workers.measurement import Measurements, held_out_of
 from engine.workers.plan import Plan, Restore, Rollout
-from engine.workers.progress_reports import ProgressReports
 from engine.workers.replica_weights import ReplicaWeights, SyncCommand
 from engine.workers.sample_keeper import keeper_of
 from engine.workers.threads import contained, from_any_thread, on_a_thread
@@ -52,6 +50,9 @@ from engine.workers.worker import Peers, Worker
 # -- one attempt -------------------------------------------------------------------------------------------------------
 
 
+FINISHED_S = 0.02
+"""Seconds until ended trajectories are reported. A group that ends meanwhile, because its rewards take no time, needs
+no such report."""
 PARK_S = 10.0
 """Seconds that a generator has to give up a group that is being parked; then its work on the group is canceled."""
 
@@ -119,7 +120,6 @@ class ReplicaWorker(Worker):
         self._prepared = bool(plan.limits.states_at(QUEUED))
         """Whether the trajectory store may have another prompt for a group, from an added state before generation."""
         self._keeper = keeper_of(plan.run_dir, plan.sample_policy)
-        self._done = DoneOrders(self._report_done)
 
     @property
     def threads(self) -> int:
@@ -128,17 +128,16 @@ class ReplicaWorker(Worker):
     async def _open(self, restore: Restore | None) -> None:
         self.rollout = rollout = await on_a_thread(self.plan.rollout_maker, self.index)
         self.generator = generator = rollout.generator
-        self._progress = ProgressReports(self.progress_every_s(StartGroup), self._report)
-        self._note_progress = from_any_thread(self._progress.note)
+        self._progress_every_s = self.progress_every_s(StartGroup)
+        self._note_progress = from_any_thread(self._take_progress)
         self._note_finished = from_any_thread(self._take_finished)
+        self._note_prefix = from_any_thread(self._save)
         self._measuring = Measurements(self, held_out_of(self.plan, rollout, self._keeper), lambda: self.version)
         sources = [generator, *([] if rollout.evaluator in (None, generator) else [rollout.evaluator])]
-        self._calls = CallReports("replica", self.index, self.incarnation, sources, self.peers.emit)
-        self._cache = CacheReports(
-            self.index, self.incarnation, generator, self.plan.cache_every_s, lambda: self.running, self.peers.emit
-        )
+        CallReports(self, sources)
+        self._cache = CacheReports(self, generator, lambda: self.running)
         self._weights = ReplicaWeights(
-            self, generator, self._measuring, self._done, lambda: [attempt.task for attempt in self._running.values()]
+            self, generator, self._measuring, lambda: [attempt.task for attempt in self._running.values()]
         )
         self._starts = {
             StartGroup: self._start,
@@ -173,8 +172,6 @@ class ReplicaWorker(Worker):
             attempt.unwanted = True
         if self._opened:
             self._measuring.close()
-            self._calls.close()
-            self._cache.close()
         await super()._close()
         if self.rollout is not None:
             try:
@@ -265,7 +262,7 @@ class ReplicaWorker(Worker):
             partial=partial,
             truncate=truncate,
             save_every_tokens=every,
-            save=from_any_thread(functools.partial(self._save, attempt, began)) if every else None,
+            save=functools.partial(self._note_prefix, attempt, began) if every else None,
             progress=functools.partial(self._note_progress, attempt),
             finished=functools.partial(self._check_finished, attempt),
         )
@@ -341,6 +338,9 @@ class ReplicaWorker(Worker):
         """`GroupWork.finished`, on any thread. Raises: `EngineError` for another argument than a count."""
         self._note_finished(attempt, checked_count(count, attempt.group, self.plan.samples))
 
+    def _take_progress(self, attempt: GroupAttempt) -> None:
+        self.reports.within(self._progress_every_s, self._report, attempt)
+
     def _take_finished(self, attempt: GroupAttempt, count: int) -> None:
         """`count` trajectories of an attempt have ended. Report it once enough have ended to start another group, or
         once all of its own have: it waits for its rewards."""
@@ -350,10 +350,13 @@ class ReplicaWorker(Worker):
         attempt.finished = count
         self._unreported[attempt] = None
         if self._finished // self.plan.samples > self._reported // self.plan.samples or count == self.plan.samples:
-            unreported, self._unreported = self._unreported, {}
-            for one in unreported:
-                if one.finished > one.reported:
-                    self._report(one)
+            self.reports.within(FINISHED_S, self._report_finished)
+
+    def _report_finished(self) -> None:
+        unreported, self._unreported = self._unreported, {}
+        for one in unreported:
+            if one.finished > one.reported:
+                self._report(one)
 
     def _report(self, attempt: GroupAttempt) -> None:
         if not self._runs(attempt):
@@ -376,12 +379,12 @@ class ReplicaWorker(Worker):
         attempt = self._running.get(command.group)
         if attempt is None:
             # The attempt ended before the order arrived: delete what it stored.
-            self.spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
+            self.spawn(self.reports.done_after(lambda: self._forget(command), [command.number]))
         elif attempt.number <= command.attempt:
             attempt.unwanted = True
-            self.spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
+            self.spawn(self.reports.done_after(lambda: self._end(attempt), [command.number]))
         else:
-            self._done.add(command.number)
+            self.reports.done(command.number)
 
     async def _forget(self, command: AbortGroup) -> None:
         await self._logged(self.peers.trajectories.discard([command.group], command.attempt), "discarding")
@@ -393,11 +396,7 @@ class ReplicaWorker(Worker):
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         self._measuring.stop(command)
-        self.spawn(self._done.add_after(self._measuring.wait_for_stopped, [command.number]))
-
-    def _report_done(self, event: OrderDone) -> None:
-        if not self._closed:
-            self.peers.emit(event)
+        self.spawn(self.reports.done_after(self._measuring.wait_for_stopped, [command.number]))
 
     async def _end(self, attempt: GroupAttempt) -> None:
         if attempt.begun:

@@ -15,7 +15,6 @@ from engine.events import ReplicaPaused, SyncFailed, WeightsInstalled, WeightsSt
 from engine.ids import Version
 from engine.protocols import Generator, Sleeper
 from engine.protocols.user_code import awaited
-from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import Measurements
 from engine.workers.worker import Worker
 
@@ -32,7 +31,6 @@ class ReplicaWeights:
         worker: Worker,
         generator: Generator,
         measuring: Measurements,
-        done: DoneOrders,
         running: Callable[[], "list[asyncio.Task[None]]"],
     ) -> None:
         self.version: Version = 0
@@ -46,7 +44,6 @@ class ReplicaWeights:
         self._generator = generator
         self._measuring = measuring
         self._running = running
-        self._done = done
         self._asleep = False
         self._attempts: dict[type[Command], int] = {}
         """The newest attempt of each kind of order."""
@@ -130,7 +127,7 @@ class ReplicaWeights:
             self._worker.break_down(f"resuming failed: {reason_of(error)}")
         else:
             self._resumed = command.attempt
-            self._done.add(command.number)
+            self._worker.reports.done(command.number)
 
     async def _sleep(self) -> None:
         """Put a paused generator with no running requests to sleep. One that is not a `protocols.Sleeper` stays paused
@@ -147,7 +144,7 @@ class ReplicaWeights:
 
     async def _repeat(self, command: ResumeReplica) -> None:
         if self._resumed >= command.attempt:
-            self._done.add(command.number)
+            self._worker.reports.done(command.number)
 
     def _failed(self, command: StageWeights | PauseReplica | InstallWeights, doing: str, error: Exception) -> None:
         log.warning("%s version %d on replica %d failed", doing, command.version, self._who["replica"], exc_info=error)

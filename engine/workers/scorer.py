@@ -18,7 +18,6 @@ from engine.storage.trajectories import checked_scores
 from engine.storage.weights import Trained
 from engine.workers.order_queue import OrderQueue
 from engine.workers.plan import OF_TRAINED_WEIGHTS, Plan, Restore
-from engine.workers.progress_reports import SerialProgress
 from engine.workers.threads import on_a_thread
 from engine.workers.worker import Peers
 
@@ -52,13 +51,12 @@ class ScorerWorker(OrderQueue):
         given = self.plan.threads.scorers
         return given[self.index] if self.index < len(given) else self.plan.threads.trainer
 
-    async def _open(self, restore: Restore | None) -> None:
+    async def _load(self, restore: Restore | None) -> None:
         make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
         assert make is not None  # `Plan.require_scorers` has checked it
-        self._progress = SerialProgress(self.progress_every_s, self.peers.emit)
         self._scorer = scorer = await on_a_thread(make, tasks)
         if isinstance(scorer, ReportsProgress):
-            scorer.watch_progress(self._progress.note)
+            scorer.watch_progress(self.note_progress)
 
     async def _score_batch(self, command: ScoreBatch) -> Event:
         return await end_of_scoring(command, self._score(command))
@@ -69,7 +67,7 @@ class ScorerWorker(OrderQueue):
             self._loaded = -1  # a load that fails halfway leaves unusable weights
             await self._call(self._scorer.load, weights)
             self._loaded = command.step
-            self._progress.note()
+            self.note_progress()
         groups = await self.peers.trajectories.get(command.groups)
         batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
         scores = checked_scores(groups, await self._call(self._scorer.score, batch, command.task))

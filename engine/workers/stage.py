@@ -89,7 +89,7 @@ class StageWorker(Worker):
     async def _open(self, restore: Restore | None) -> None:
         self._works = await on_a_thread(self._make_works)
         self._inspections = await on_a_thread(self._make_inspections)
-        self._calls = CallReports(self.kind, self.index, self.incarnation, self._user_code, self.peers.emit)
+        CallReports(self, self._user_code)
         for work in self._user_code:
             if isinstance(work, Fallible):
                 self.spawn(self._listen(work))
@@ -131,8 +131,6 @@ class StageWorker(Worker):
 
     async def _close(self) -> None:
         self._running.clear()
-        if self._opened:
-            self._calls.close()
         await super()._close()
         for work in self._user_code:
             if isinstance(work, Closable):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, StartProcess, TrainStep
+from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError, TrainerSpoiled, clean, describe_error, reason_of
 from engine.events import (
     CheckpointFailed,
@@ -33,7 +33,6 @@ from engine.storage.weights import Trained
 from engine.trajectory import SOURCES, TrajectoryGroup
 from engine.workers.order_queue import OrderQueue, QueuedOrder
 from engine.workers.plan import Plan, Redo, Restore
-from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import response_figures, reward_histograms, source_figures
 from engine.workers.sample_keeper import keeper_of
 from engine.workers.scorer import end_of_scoring
@@ -164,34 +163,26 @@ class TrainerWorker(OrderQueue):
     def threads(self) -> int:
         return self.plan.threads.trainer
 
-    async def _open(self, restore: Restore | None) -> None:
-        self._progress = SerialProgress(self.progress_every_s, self.peers.emit)
-        self._progress.begin(StartProcess, -1 if restore is None else restore.order)
-        try:
-            await self._begin(restore)
-        finally:
-            self._progress.end()  # also of a start that fails or is given up
-
-    async def _begin(self, restore: Restore | None) -> None:
+    async def _load(self, restore: Restore | None) -> None:
         """Make the trainer, and bring it to where it begins."""
         if restore is not None and restore.version != NO_VERSION:
             restore = replace(restore, weights=await self.peers.weights.get(restore.version))
-            self._progress.note()
+            self.note_progress()
         await on_a_thread(self._make, restore)
         if self.plan.limits.trains_in_turns and isinstance(self.trainer, Offloadable):
             self._offloadable = self.trainer
         await self._leave()
-        self._progress.note()
+        self.note_progress()
         for redo in () if restore is None else restore.redo:
             await self._redo(redo)
-            self._progress.note()
+            self.note_progress()
         if restore is not None and restore.reaches:
             await self._owe(restore.reaches)
 
     def _make(self, restore: Restore | None) -> None:
         self.trainer = trainer = self.plan.make_trainer()
         if isinstance(trainer, ReportsProgress):
-            trainer.watch_progress(self._progress.note)
+            trainer.watch_progress(self.note_progress)
         if restore is not None and restore.steps:
             if self.plan.restore_trainer is None:
                 raise EngineError("the trainer cannot be restored from a checkpoint: Plan.restore_trainer is not set")
@@ -330,7 +321,7 @@ class TrainerWorker(OrderQueue):
             weights = await self._call(self.trainer.weights)
             if self.plan.check_weights is not None:
                 self.plan.check_weights(weights)
-            self._progress.note()
+            self.note_progress()
             await self.peers.weights.put(command.version, weights)
         except Exception as error:
             log.warning("publishing version %d failed", command.version, exc_info=error)
@@ -341,7 +332,7 @@ class TrainerWorker(OrderQueue):
         try:
             if self._checkpoints is None:
                 raise EngineError("a checkpoint cannot be saved, because this run has no run directory")
-            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps, self._progress.note)
+            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps, self.note_progress)
         except Exception as error:
             log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
             return CheckpointFailed(steps=command.steps, reason=reason_of(error))

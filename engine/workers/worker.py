@@ -23,6 +23,7 @@ from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt
 from engine.workers.plan import Plan, Restore
+from engine.workers.reports import Reports
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Worker:
         self.incarnation = incarnation
         self.peers = peers
         self.name = name_of(self.kind, index)
+        self.reports = Reports(peers.emit)
         self.broken = ""
         """Why it cannot continue; empty while it can."""
         self._breakdown = asyncio.Event()
@@ -147,6 +149,7 @@ class Worker:
         """Cancel everything, without reports, and close what the worker runs. Waits for a load in progress, so that the
         objects that it creates are closed, too."""
         self._closed = True
+        self.reports.close()
         self._settled.set()
         if self._opening is not None and not self._opening.done():
             if self._abandoned:

@@ -9,18 +9,18 @@ from token_generator import TokenGenerator
 
 from engine.commands import AbortGroup, PauseReplica, ResumeReplica, StopMeasuring
 from engine.events import RowsMeasured
-from engine.workers.group_reports import DoneOrders
+from engine.workers.reports import Reports
 
 
 @played
 async def test_orders_that_are_carried_out_at_once_are_answered_by_one_event() -> None:
     events = []
-    done = DoneOrders(events.append)
-    done.add(3)
-    done.add(4, 9)
+    reports = Reports(events.append)
+    reports.done(3)
+    reports.done(4, 9)
     assert not events
     await asyncio.sleep(0)
-    done.add(5)
+    reports.done(5)
     await asyncio.sleep(0)
     assert [event.orders for event in events] == [(3, 4, 9), (5,)]
 
@@ -28,12 +28,12 @@ async def test_orders_that_are_carried_out_at_once_are_answered_by_one_event() -
 @played
 async def test_what_raises_is_not_answered() -> None:
     events = []
-    done = DoneOrders(events.append)
+    reports = Reports(events.append)
 
     async def gone() -> None:
         raise ConnectionError("the store is gone")
 
-    (error,) = await asyncio.gather(done.add_after(gone, [3]), return_exceptions=True)
+    (error,) = await asyncio.gather(reports.done_after(gone, [3]), return_exceptions=True)
     await asyncio.sleep(0)
     assert isinstance(error, ConnectionError) and events == []
 

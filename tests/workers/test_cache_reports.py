@@ -3,11 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from worker_bench import Bench, plan_of
 
 from engine.workers.cache_reports import CacheReports
 from engine.workers.clock import VirtualLoop
+from engine.workers.replica import ReplicaWorker
 from tests.workers.virtual_minute import for_a_minute
 
 
@@ -21,20 +24,29 @@ class Cache:
         return self.used
 
 
+class Timed(Bench):
+    """A replica; the time and share of its reports."""
+
+    def __init__(self, every_s: float) -> None:
+        super().__init__(ReplicaWorker, plan_of(cache_every_s=every_s))
+        self.rows = list[tuple[float, float]]()
+
+    def take(self, event: Any) -> None:
+        self.rows.append((asyncio.get_running_loop().time(), event.used))
+
+
 def reported(
     scene: Callable[[Cache, CacheReports], object], every_s: float = 2.0, source: object = None
 ) -> list[tuple[float, float]]:
-    """(time, share) of the reports in a minute. `scene` begins at 0 s."""
-    cache, found = Cache(), list[tuple[float, float]]()
+    """The reports in a minute. `scene` begins at 0 s."""
+    cache, made = Cache(), list[Timed]()
 
     def begin(loop: VirtualLoop) -> None:
-        reports = CacheReports(
-            0, 1, source or cache, every_s, lambda: cache.running, lambda event: found.append((loop.time(), event.used))
-        )
-        scene(cache, reports)
+        made.append(Timed(every_s))
+        scene(cache, CacheReports(made[0].worker, source or cache, lambda: cache.running))
 
     for_a_minute(begin)
-    return found
+    return made[0].rows
 
 
 def filled(cache: Cache, reports: CacheReports) -> None:
@@ -50,15 +62,9 @@ def test_the_cache_is_reported_while_groups_run_and_once_after_the_last() -> Non
     assert reported(filled) == [(2.0, 0.5), (4.0, 0.7), (6.0, 0.7)]
 
 
-def test_nothing_is_reported_without_an_interval_or_a_cache_or_after_the_end() -> None:
+def test_nothing_is_reported_without_an_interval_or_a_cache() -> None:
     assert reported(filled, every_s=0.0) == []
     assert reported(filled, source=object()) == []
-
-    def closed(cache: Cache, reports: CacheReports) -> None:
-        filled(cache, reports)
-        asyncio.get_running_loop().call_later(3.0, reports.close)
-
-    assert reported(closed) == [(2.0, 0.5)]
 
 
 @pytest.mark.parametrize("used", [1.5, float("nan"), "half"])

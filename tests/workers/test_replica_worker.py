@@ -284,7 +284,10 @@ class Ends(TokenGenerator):
 
 
 @played
-async def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> None:
+async def test_ended_trajectories_are_reported_once_they_make_room_for_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.workers.replica.FINISHED_S", 0.0)
     stage = await Stage(generator := Ends(), samples=4).open()
     stage.worker.join()
     for group in range(3):
@@ -292,7 +295,8 @@ async def test_ended_trajectories_are_reported_once_they_make_room_for_a_group()
     await stage.settle()
     first, second, third = generator.works
 
-    def reported() -> list[tuple[int, int]]:
+    async def reported() -> list[tuple[int, int]]:
+        await stage.settle()
         news = [(event.order - 100, event.finished) for event in stage.events if isinstance(event, OrderProgressed)]
         stage.events.clear()
         return news
@@ -300,24 +304,24 @@ async def test_ended_trajectories_are_reported_once_they_make_room_for_a_group()
     first.finished(2)
     second.finished(1)
     first.finished(1)
-    assert not reported(), "three of four, and an older count"
+    assert not await reported(), "three of four, and an older count"
     third.finished(1)
-    assert reported() == [(0, 2), (1, 1), (2, 1)]
+    assert await reported() == [(0, 2), (1, 1), (2, 1)]
     third.finished(4)
-    assert reported() == [(2, 4)], "all of its own: it waits for its rewards"
+    assert await reported() == [(2, 4)], "all of its own: it waits for its rewards"
     second.finished(2)
-    assert reported() == [(1, 2)]
+    assert await reported() == [(1, 2)]
     stage.worker.carry_out(AbortGroup(group=2, attempt=1, number=1, **WHO))
     await stage.settle()
     third.finished(4)
-    assert not reported(), "the scheduler has given it up"
+    assert not await reported(), "the scheduler has given it up"
     first.finished(3)
     second.finished(3)
-    assert not reported(), "6 of 8: as many groups as the 4 reported"
+    assert not await reported(), "6 of 8: as many groups as the 4 reported"
     first.finished(4)
-    assert reported() == [(0, 4), (1, 3)]
+    assert await reported() == [(0, 4), (1, 3)]
     second.finished(4)
-    assert reported() == [(1, 4)]
+    assert await reported() == [(1, 4)]
     for odd in (5, -1, 2.0, "2", True, None):
         with pytest.raises(EngineError, match=r"finished\(.*\) of group 0: give a whole number from 0 to 4, how many"):
             first.finished(odd)
