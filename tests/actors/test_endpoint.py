@@ -16,6 +16,7 @@ from engine.control import address_file as control
 from engine.metrics import address_files
 from engine.metrics.address_files import FILE, announce, remove_dead
 from engine.runtime.metrics_endpoint import Endpoint, places_of, withdraw_addresses
+from engine.workers.plan import ServerAddress
 
 ANNOUNCER = """
 import sys
@@ -66,7 +67,7 @@ def test_a_run_that_begins_deletes_what_killed_runs_left_and_nothing_of_live_one
 
     async def begin_and_end() -> None:
         world = steady_world()
-        opened = Endpoint(mine, world.metrics, world.driver, None, 0)
+        opened = Endpoint(mine, ServerAddress(), world.metrics, world.driver, None)
         opened.announce()
         assert names(folder) == ["live.json", "mine.json"]
         opened.close()

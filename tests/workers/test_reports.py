@@ -62,7 +62,7 @@ def test_reports_that_are_due_soon_are_made_together_and_none_after_the_end() ->
     play(scene())
 
 
-def test_progress_is_reported_of_the_order_that_is_carried_out_in_the_interval_of_its_kind() -> None:
+def test_progress_is_of_the_order_under_way_in_the_interval_of_its_kind() -> None:
     class Slow(SimpleTrainer):
         def watch_progress(self, progressed: Callable[[], None]) -> None:
             self.progressed = progressed
