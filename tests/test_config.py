@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import Config, check_config, load_config, parse_config
-from engine.config.check import check_gpus, check_nccl
+from engine.config.check import check_backend, check_gpus, gpu_notes
 from engine.config.hardware import gpu_count
 from engine.config.loading import expected, fields
 from engine.config.paths import PATHS
@@ -573,22 +573,21 @@ def test_an_engine_argument_that_vllm_does_not_know_is_named_with_the_nearest() 
 
 
 @pytest.mark.parametrize("transport", ["distributed", "vllm"])
-def test_nccl_is_refused_where_gpus_are_too_few(transport: str) -> None:
+def test_nccl_is_refused_where_gpus_are_too_few(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: dict[str, Any] = {"backend": "vllm", "engine_args": {"tensor_parallel_size": 2}}
     rollout = {"transport": transport, "transport_backend": "nccl", "replicas": 2} | (
         backend if transport == "vllm" else {}
     )
     config = parse_config({**MADE, "rollout": rollout})
     needed = 5 if transport == "vllm" else 4
-    with pytest.raises(
-        ConfigError, match=f"{needed} in all; there are {needed - 1}; .*use rollout.transport_backend: gloo"
-    ):
-        check_nccl(config, needed - 1, False)
-    check_nccl(config, needed, False)
-    check_nccl(config, None, False)
+    with pytest.raises(ConfigError, match=f"{needed} in all; there are {needed - 1}; use gloo"):
+        gpu_notes(config, needed - 1, False)
+    gpu_notes(config, needed, False)
+    gpu_notes(config, None, False)
+    monkeypatch.setattr("engine.config.check.built_for_cpu", lambda: True)
     if transport == "vllm":
         with pytest.raises(ConfigError, match="built for CPUs"):
-            check_nccl(config, needed, True)
+            check_backend(config)
 
 
 def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
@@ -604,8 +603,8 @@ def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
     with pytest.raises(
         ConfigError, match=r"each replica, 2 scorers, the trainer and the weights store need separate GPUs, 7 in all"
     ):
-        check_nccl(config, 6, False)
-    check_nccl(config, 7, False)
+        gpu_notes(config, 6, False)
+    gpu_notes(config, 7, False)
 
 
 def test_gpus_that_this_machine_lacks_are_refused_unless_the_run_joins_a_cluster(
@@ -614,12 +613,13 @@ def test_gpus_that_this_machine_lacks_are_refused_unless_the_run_joins_a_cluster
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     trainer = {"gpus_per_rank": 2, "ranks": 3}
     config = parse_config({**MADE, "trainer": trainer})
-    says = r"trainer\.gpus_per_rank is 2: the trainer would wait for 6 GPUs, and this machine has 5; use 0, or join a "
-    with pytest.raises(ConfigError, match=says):
-        check_gpus(config, 5)
-    check_gpus(config, 6)
-    check_gpus(config, None)
-    check_gpus(parse_config({**MADE, "trainer": trainer, "cluster": {"address": "auto"}}), 0)
+    with pytest.raises(ConfigError, match=r"trainer\.ranks is 3: its ranks need 6 GPUs on one node; the largest .* 5"):
+        gpu_notes(config, 5, False)
+    with pytest.raises(ConfigError, match=r"trainer\.gpus_per_rank is 2: no node has a GPU; use 0, or join a cluster"):
+        gpu_notes(config, 0, False)
+    gpu_notes(config, 7, False)
+    gpu_notes(config, None, False)
+    gpu_notes(parse_config({**MADE, "trainer": trainer, "cluster": {"address": "auto"}}), 0, False)
     with pytest.raises(ConfigError, match=r"trainer\.gpus_per_rank is 2: trainer\.device is cpu"):
         parse_config({**MADE, "trainer": {**trainer, "device": "cpu"}})
 

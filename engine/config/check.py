@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from engine.config.custom_classes import check_custom_classes, custom_lines
 from engine.config.deterministic import remarks
 from engine.config.gpus import divide_gpus, needs_of
-from engine.config.hardware import gpu_count, gpus_of_their_own
+from engine.config.hardware import gpu_count
 from engine.config.model_description import describes_experts, files_of
 from engine.config.paths import paths_in
 from engine.config.pools import layout, surprises
@@ -16,13 +16,16 @@ from engine.config.reports import missing_package
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
 from engine.protocols.named_code import NO_LOCAL, Local
-from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
+from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args
 from engine.states.limits import Limits
 from engine.tasks.hub_files import HUB, names_commit
 from engine.training.custom_functions import is_custom
 
 
 def _check_vllm(config: Config) -> None:
+    if config.rollout.transport == "vllm" and config.rollout.transport_backend == "nccl" and built_for_cpu():
+        law, fix = "the vLLM installed here is built for CPUs", "use rollout.transport_backend: gloo"
+        raise ConfigError("rollout.transport_backend", "nccl", law, fix)
     check_engine_args(config.rollout.engine_args)
     if config.trainer.router_replay and built_for_cpu():
         law = "vLLM for CPUs does not say which experts sampled a token"
@@ -48,7 +51,6 @@ def check_config(config: Config, local: Local = NO_LOCAL) -> list[str]:
     """
     gpus = gpu_count()
     check_backend(config, local)
-    check_nccl(config, gpus, built_for_cpu())
     check_gpus(config, gpus)
     idle = gpu_notes(config, gpus, built_for_cpu())
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
@@ -93,27 +95,9 @@ def check_backend(config: Config, local: Local = NO_LOCAL) -> None:
     check_custom_classes(config, local)
 
 
-def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
-    """Raises: ConfigError if the configuration sends weights over NCCL, but this machine has too few GPUs or vLLM
-    cannot use them. `gpus`: number of GPUs; None: unlimited."""
-    r = config.rollout
-    if r.transport == "object_store" or r.transport_backend != "nccl":
-        return
-    fix = "use rollout.transport_backend: gloo"
-    if r.transport == "vllm" and vllm_for_cpu:
-        raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
-    limits = config.limits
-    each = max(1, int(r.gpus), workers_of(r.engine_args))
-    replicas, store = r.replicas + len(limits.validators()), r.transport == "distributed"
-    needed, who = gpus_of_their_own(replicas, each, len(limits.scorers()), store=store)
-    if gpus is not None and gpus < needed:
-        law = f"{who}; there are {gpus}"
-        raise ConfigError("rollout.transport_backend", "nccl", law, fix)
-
-
 def check_gpus(config: Config, gpus: int | None) -> None:
-    """Raises: ConfigError if this machine lacks a GPU that the trainer or the embedded sampler needs, or if the trainer
-    needs several nodes. In a cluster that the run joins, other nodes may have it. `gpus`: as in `check_nccl`."""
+    """Raises: ConfigError if this machine lacks a GPU that a device names, or if the trainer needs several nodes. In a
+    cluster that the run joins, other nodes may have it. `gpus`: number of GPUs; None: unlimited."""
     if config.cluster.joined() is not None:
         return
     if config.trainer.nodes > 1:
@@ -121,11 +105,6 @@ def check_gpus(config: Config, gpus: int | None) -> None:
         raise ConfigError("trainer.nodes", config.trainer.nodes, law, "use 1, or join a cluster (cluster.address)")
     if gpus is None:
         return
-    each, ranks = config.trainer.gpus_per_rank, config.trainer.ranks
-    if each * ranks > gpus:
-        law = f"the trainer would wait for {counted(each * ranks, 'GPU')}, and this machine has {gpus}"
-        fix = "use 0, or join a cluster that has them (cluster.address)"
-        raise ConfigError("trainer.gpus_per_rank", each, law, fix)
     devices = {"trainer.device": config.trainer.device}
     if config.rollout.backend == "torch" or config.rollout.custom:
         devices["rollout.device"] = config.rollout.device
@@ -140,7 +119,7 @@ def check_gpus(config: Config, gpus: int | None) -> None:
 
 
 def gpu_notes(config: Config, gpus: int | None, vllm_for_cpu: bool) -> Sequence[str]:
-    """Notes on GPUs of this machine that stay idle. `gpus`: as in `check_nccl`; in a cluster that the run joins, the
+    """Notes on GPUs of this machine that stay idle. `gpus`: as in `check_gpus`; in a cluster that the run joins, the
     start of the run says it. Raises: ConfigError as `divide_gpus`."""
     if gpus is None or config.cluster.joined() is not None:
         return ()

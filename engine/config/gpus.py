@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from math import floor, log2
 from typing import Any
 
-from engine.config.hardware import gpus_of_their_own
 from engine.config.rollout import RolloutSection
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
@@ -257,14 +256,20 @@ def shortfall(needs: GpuNeeds, replicas: int, nodes: Sequence[float]) -> str:
 
 def _require_separate(needs: GpuNeeds, gpus: float) -> None:
     """Raises: `ConfigError` if processes that need separate GPUs would share them, or the trainer has none."""
+    if not needs.sends_by_gpu:
+        return
     each, scorers = max(1, int(needs.replica_gpus)), len(needs.limits.scorers())
-    wanted, who = gpus_of_their_own(needs.replicas, each, scorers, store=needs.store_gpus > 0)
-    if needs.sends_by_gpu and gpus < wanted:
+    whose = [f"{needs.replicas} replicas of {each} GPUs" if each > 1 else "each replica"]
+    whose += ["the scorer" if scorers == 1 else f"{scorers} scorers"] if scorers else []
+    whose += ["the trainer", *(["the weights store"] if needs.store_gpus else [])]
+    wanted = needs.replicas * each + 1 + scorers + bool(needs.store_gpus)
+    who = f"{', '.join(whose[:-1])} and {whose[-1]} need separate GPUs, {wanted} in all"
+    if gpus < wanted:
         raise ConfigError("rollout.transport_backend", "nccl", f"{who}; there are {gpus:g}", "use gloo")
-    if needs.sends_by_gpu and not needs.trains_on_gpus:
+    if not needs.trains_on_gpus:
         law = "the trainer has no GPU to send weights from (trainer.device: cpu)"
         raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
-    if needs.sends_by_gpu and needs.guests:
+    if needs.guests:
         law = f"{who}, but replicas share those of the trainer's ranks"
         raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
 

@@ -54,19 +54,6 @@ def smallest_memory_gb(listed: str, visible: str | None) -> float:
     return min(seen, default=0.0)
 
 
-def gpus_of_their_own(replicas: int, each: int, scorers: int, *, store: bool) -> tuple[int, str]:
-    """The number of GPUs that a run needs to send weights from GPU to GPU, and a text that says which processes need
-    them. Processes must not share a GPU. `each`: GPUs of one replica. `store`: the weights store needs one."""
-    needed = replicas * each + 1 + scorers + store
-    whose = [f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"]
-    if scorers:
-        whose.append("the scorer" if scorers == 1 else f"{scorers} scorers")
-    whose.append("the trainer")
-    if store:
-        whose.append("the weights store")
-    return needed, f"{', '.join(whose[:-1])} and {whose[-1]} need separate GPUs, {needed} in all"
-
-
 def memory_bytes() -> int:
     """Memory of this machine, or of the container that this process runs in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

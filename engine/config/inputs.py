@@ -62,7 +62,7 @@ def check_inputs(
     """
     directory = known_directory(config)
     yield from _model_lines(config, directory)
-    yield from _check_stop(config, directory)
+    _check_stop(config)
     yield from _check_store(config, directory)
     sources = [files.load() for files in config.data.source_files()]
     files = {loaded.files.field: loaded.data for loaded in sources}
@@ -208,16 +208,18 @@ def _has_transformers() -> bool:
 
 
 def _check_prompts(config: Config, files: dict[str, "Dataset"], rehearse: bool, local: Local) -> Iterator[str]:
-    """Raises: ConfigError for prompts that the model cannot read."""
+    """Raises: ConfigError for prompts that the model cannot read, or stop strings that are not one token."""
     from engine.config.dry_run import dry_run
-    from engine.config.prompts import check_prompts, load_tokenizer
+    from engine.config.prompts import check_prompts, load_tokenizer, stop_ids_of
 
     model = config.model.path
     assert model is not None
     answered = {field: data for field, data in files.items() if field == WARM_START}
     prompts = {field: data for field, data in files.items() if field != WARM_START}
     if not rehearse:
-        check_prompts(config, load_tokenizer(model), model, answered if config.several_turns else files)
+        tokenizer = load_tokenizer(model)
+        check_prompts(config, tokenizer, model, answered if config.several_turns else files)
+        stop_ids_of(config, tokenizer, model)
         return
     if answered:
         check_prompts(config, load_tokenizer(model), model, answered)
@@ -433,40 +435,11 @@ def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
         )
 
 
-def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
-    """Raises: ConfigError if tokenizer.json shows that a stop string is not one token."""
-    stop = config.rollout.stop
-    if not stop:
-        return
-    if config.model.make == "arithmetic":
-        lengths = {text: 1 if text in (END, PAD, UNKNOWN) else len(text) for text in stop}
-    elif directory is not None and (directory / "tokenizer.json").is_file():
-        lengths = _lengths(directory, stop)
-    else:
-        yield "note: rollout.stop is checked when the run loads the tokenizer"
-        return
-    for text, tokens in lengths.items():
-        if tokens != 1:
-            law = f"must be single tokens, and this model's tokenizer splits {text!r} into {tokens}"
-            raise ConfigError("rollout.stop", stop, law, "use strings of one token each")
-    yield f"ok: rollout.stop has {len(stop)} string{'s' * (len(stop) > 1)} of one token each"
-
-
-def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:
-    """Number of tokens of each string. A token that only the tokenizer's settings add counts as one."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing narrower
-        law = f"has an unreadable tokenizer.json: {error}"
-        raise ConfigError("model.path", str(directory), law, "use a tokenizer that save_pretrained wrote") from None
-    added = directory / "tokenizer_config.json"
-    settings = added.read_text(encoding="utf-8", errors="replace") if added.is_file() else ""
-    return {
-        text: 1 if json.dumps(text) in settings else len(tokenizer.encode(text, add_special_tokens=False).ids)
-        for text in stop
-    }
+def _check_stop(config: Config) -> None:
+    """Raises: ConfigError for a stop string that is not one token of the model that `model.make` builds."""
+    for text in config.rollout.stop if config.model.make == "arithmetic" else ():
+        if text not in (END, PAD, UNKNOWN):
+            config.rollout.require_one_token(text, len(text))
 
 
 def packing_line(config: Config, directory: Path) -> str:

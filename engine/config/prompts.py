@@ -144,9 +144,7 @@ def stop_ids_of(config: Config, tokenizer: Any, model: str) -> tuple[int, ...]:
     found, stop = _own_ends(config, tokenizer, model), config.rollout.stop
     for text in stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            law = f"must be single tokens, but this model's tokenizer splits {text!r} into {len(ids)} tokens"
-            raise ConfigError("rollout.stop", stop, law, "use strings of one token each")
+        config.rollout.require_one_token(text, len(ids))
         found += ids
     if not found:
         law = "neither the tokenizer nor the model names a token that ends a response"

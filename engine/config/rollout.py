@@ -237,6 +237,12 @@ class RolloutSection(Section):
             fix = "use 1, or rollout.allow_truncated_sampling: true; for validation only, set top_p in validation.sets"
             raise ConfigError("rollout.top_p", self.top_p, law, fix)
 
+    def require_one_token(self, text: str, tokens: int) -> None:
+        """Raises: `ConfigError` if a stop string is another number of tokens."""
+        if tokens != 1:
+            law = f"must be single tokens, but this model's tokenizer splits {text!r} into {tokens} tokens"
+            raise ConfigError("rollout.stop", self.stop, law, "use strings of one token each")
+
     def _check_gpus(self) -> None:
         workers = workers_of(self.engine_args)
         if self.gpus > 1 and self.gpus != int(self.gpus):
