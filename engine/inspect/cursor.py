@@ -6,12 +6,11 @@
     cursor.changes(4000, 4711)
 
 Called by `engine debug`. It restores the newest snapshot before a tick, its own or one of the record, and replays the
-ticks after it. It keeps snapshots of the ticks that it passes: one for each block of ticks and, in short moves, some
-around the position. A search notes what each block is about, so that a later search replays only blocks with a match.
+ticks after it. It keeps a snapshot of each block of ticks that it passes. A search notes what each block is about, so
+that a later search replays only blocks with a match.
 It must never write.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import copy
@@ -32,11 +31,8 @@ from engine.states.state import State
 
 BLOCK_EVENTS = 4096
 """Events in a block. Replaying a block takes a few tenths of a second."""
-NEAR_EVENTS = 256
-"""Events between snapshots around the position, for short steps back."""
-NEAR_KEPT = 32
-MOST_BYTES = 256 << 20
-"""Maximum size of the snapshots of blocks in memory. Beyond it, every second one is dropped."""
+MOST_SNAPSHOTS = 256
+"""Maximum number of snapshots in memory. The latest in the record are kept."""
 CHANGES_SHOWN = 200
 
 Going = Callable[[], bool]
@@ -61,24 +57,21 @@ class Change:
 class Blocks:
     """What is known of ranges of ticks: a snapshot before each, and its facts. Several cursors may share it."""
 
-    def __init__(self, block_events: int = BLOCK_EVENTS, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, block_events: int = BLOCK_EVENTS, most: int = MOST_SNAPSHOTS) -> None:
         self.block_events = block_events
         self.facts: dict[int, Facts] = {}
         """By number of the block, if all its ticks were replayed."""
         self.snapshots: dict[int, bytes] = {}
         """By number of ticks before it."""
-        self._most_bytes = most_bytes
-        self._spacing = 1
+        self._most = most
 
-    def keep(self, ticks: int, block: int, plain: Callable[[], bytes]) -> None:
+    def keep(self, ticks: int, scheduler: Scheduler) -> None:
         """Keep the snapshot before the first tick of a block."""
-        if ticks in self.snapshots or block % self._spacing:
-            return
-        self.snapshots[ticks] = plain()
-        if sum(map(len, self.snapshots.values())) > self._most_bytes:
-            self._spacing *= 2
-            for one in sorted(self.snapshots)[1::2]:
-                del self.snapshots[one]
+        if ticks not in self.snapshots:
+            with suppress(CodecError):  # a policy's memory may have values that no snapshot can hold
+                self.snapshots[ticks] = pack(snapshot(scheduler))
+        if len(self.snapshots) > self._most:
+            self.snapshots.pop(min(self.snapshots.copy()), None)  # another thread may have done it
 
 
 class Cursor:
@@ -106,14 +99,12 @@ class Cursor:
         self._begin = 0
         """The number of the next tick that the scheduler expects."""
         self._pending: list[Change] = []
-        self._near: OrderedDict[int, bytes] = OrderedDict()
-        """Snapshots around the position, by number of ticks before them."""
         self.seek(0)
 
     def twin(self) -> "Cursor":
         """Another cursor on the same record, which shares its index and what is known of blocks: for another thread."""
         twin = copy(self)
-        twin._scheduler, twin._near, twin._pending = None, OrderedDict(), []
+        twin._scheduler, twin._pending = None, []
         return twin
 
     def __len__(self) -> int:
@@ -157,8 +148,7 @@ class Cursor:
             raise ConfigError("tick", tick, law, f"use a number from 0 to {len(self) - 1}")
         if self._scheduler is None or tick != self._begin - 1:
             self._approach(tick)
-            events = self.index.first_event(tick) - self.index.first_event(self._begin)
-            self._replay(tick, near=tick if events < self.blocks.block_events else None)  # each takes milliseconds
+            self._replay(tick)
 
     def seek_event(self, event: EventId) -> None:
         """Move to the tick of an event. Raises: see `seek`."""
@@ -265,10 +255,10 @@ class Cursor:
         while True:
             place = self.index.snapshot_before(tick)
             recorded = place.ticks if place is not None else 0
-            kept = max((ticks for ticks in (*self.blocks.snapshots, *self._near) if ticks <= tick), default=0)
+            kept = max((ticks for ticks in [*self.blocks.snapshots] if ticks <= tick), default=0)
             if self._scheduler is not None and max(recorded, kept) <= self._begin <= tick:
                 return
-            data = self._near.get(kept) or self.blocks.snapshots.get(kept)
+            data = self.blocks.snapshots.get(kept)
             if data is not None and kept >= recorded:
                 self._scheduler, self._begin = restore(unpack(data), self._observe), kept
             elif place is None:
@@ -291,9 +281,9 @@ class Cursor:
         except (EngineError, TypeError, ValueError) as error:
             raise self._record.header_error(f"cannot build a scheduler from this header: {error}") from error
 
-    def _replay(self, last: int, watch: Watch = lambda tick, changes: None, near: int | None = None) -> None:
-        """Replay the ticks from the one that the scheduler expects up to `last`. `near`: also keep snapshots around
-        this tick. Raises: `EngineError` if this engine decides differently."""
+    def _replay(self, last: int, watch: Watch = lambda tick, changes: None) -> None:
+        """Replay the ticks from the one that the scheduler expects up to `last`. Raises: `EngineError` if this engine
+        decides differently."""
         scheduler = self._scheduler
         assert scheduler is not None
 
@@ -302,33 +292,15 @@ class Cursor:
             self._pending.clear()
             self.tick, self.tick_changes, self._begin = tick, changes, tick.number + 1
             watch(tick, changes)
-            self._keep(scheduler, near)
+            if self._begin < len(self) and self.block_of(self._begin) != self.block_of(tick.number):
+                self.blocks.keep(self._begin, scheduler)
 
-        self._keep(scheduler, near)
         until, after = self.index.first_event(last), self.index.place_before(self._begin)
         report = replay(self._record, until, lambda _: scheduler, took, after=after, compare_snapshots=False)
         if report.divergence is not None:
             self._scheduler = None
             law = f"the state at tick {report.divergence.tick.number} is unknown: {report.divergence}"
             raise EngineError(f"{law}\n`engine replay` shows the first difference of a record")
-
-    def _keep(self, scheduler: Scheduler, near: int | None) -> None:
-        """Keep a snapshot before the tick that the scheduler expects, if it is the first of a block, or around the
-        position and far enough behind the last one."""
-        begin = self._begin
-        if not 0 < begin < len(self):
-            return
-        block, event = self.block_of(begin), self.index.first_event(begin)
-        with suppress(CodecError):  # a policy's memory may have values that no snapshot can hold
-            if block != self.block_of(begin - 1):
-                self.blocks.keep(begin, block, lambda: pack(snapshot(scheduler)))
-            if near is None or self.index.first_event(near) - event >= self.blocks.block_events:
-                return
-            last = max((ticks for ticks in self._near if ticks <= begin), default=0)
-            if event - self.index.first_event(last) >= NEAR_EVENTS:
-                self._near[begin] = pack(snapshot(scheduler))
-                if len(self._near) > NEAR_KEPT:
-                    self._near.popitem(last=False)
 
     def _observe(self, machine: str, record: Any, source: str, trigger: str) -> None:
         self._pending.append(Change(machine, record.id, source, trigger, record.state))
