@@ -199,7 +199,7 @@ pools: [{tasks: [rollout]}, {tasks: [train]}, {tasks: [validation], replicas: 2}
 pools: [{tasks: [rollout]}, {tasks: [train]}, {tasks: [validation]}], validation: {at_start: false, at_end: false}
     | pools.2.tasks | never validates
 pools: [{tasks: [rollout, train]}], scheduler: {train_after_sync: true}
-    | scheduler.train_after_sync | is True … pools.0 sleep … false
+    | scheduler.train_after_sync | is True … pool sleep … false
 pools: [{tasks: [rollout]}, {tasks: [train]}, {tasks: [reward]}], DATA, agent: {rollout: agents:play}
     | pools.2.tasks | the agents or the environment compute the reward
 pools: [{tasks: [rollout], size: 2}, {tasks: [train]}] | pools.0.size | unknown key

@@ -41,13 +41,6 @@ def check_pools(config: Sections) -> None:
             fix = "remove the pool, or set data.validation_path and validation"
             raise ConfigError(f"{place}.tasks", pool.tasks, law, fix)
     _check_replicas(config)
-    if config.scheduler.train_after_sync:
-        for place, pool in _placed(pools):
-            if "rollout" in pool.tasks and any(task in pool.tasks for task in TRAINER_TASKS):
-                law = f"replicas in {place} sleep during training, so they cannot install weights before it ends"
-                raise ConfigError(
-                    "scheduler.train_after_sync", True, law, "use false, or give rollout a pool of its own"
-                )
 
 
 def settle_pools(config: Sections) -> Sections:
@@ -164,22 +157,16 @@ def _check_names(pools: Sequence[PoolSection]) -> None:
 
 
 def _check_homes(pools: Sequence[PoolSection]) -> None:
-    homes: dict[str, str] = {}
     for place, pool in _placed(pools):
-        for task in pool.tasks:
-            if task in homes and task != "rollout":
-                law = f"{task} is in {homes[task]} already; only rollout may be in several pools"
-                raise ConfigError(f"{place}.tasks", pool.tasks, law, f"keep {task} in one of them")
-            homes[task] = place
         for task in ("reward", "validation"):
             if task in pool.tasks and len(pool.tasks) > 1 and "rollout" not in pool.tasks:
                 law = f"{task} must share a pool with rollout or have a pool of its own"
                 raise ConfigError(
                     f"{place}.tasks", pool.tasks, law, f"add rollout, put {task} into a pool of its own, or remove it"
                 )
-    for task in ("rollout", "train"):
-        if task not in homes:
-            raise ConfigError("pools", list(homes), f"{task} is in no pool", f"add a pool with the task {task}")
+    named = [task for pool in pools for task in pool.tasks]
+    if "rollout" not in named:
+        raise ConfigError("pools", named, "rollout is in no pool", "add a pool with the task rollout")
 
 
 def _check_shares(pools: Sequence[PoolSection]) -> None:

@@ -471,16 +471,18 @@ class Limits:
         for task in (*TASKS[1:], *self.scoring_tasks):
             where = [index for index, pool in enumerate(self.pools) if task in pool.tasks]
             if len(where) > 1:
-                raise ConfigError(f"pools[{where[1]}].tasks", task, f"is done in pools[{where[0]}] already", "one pool")
+                law = f"{task} is in pools.{where[0]} already; only rollout may be in several pools"
+                raise ConfigError(f"pools.{where[1]}.tasks", task, law, f"keep {task} in one of them")
         replicas = [id for pool in self.pools for id in pool.replicas]
         if len(set(replicas)) < len(replicas):
             raise ConfigError("pools", replicas, "a replica stands in one pool", "name each once")
         training = next((pool for pool in self.pools if "train" in pool.tasks), None)
         if self.pools and training is None:
-            raise ConfigError("pools", [list(pool.tasks) for pool in self.pools], "nothing trains", "add train to one")
+            named = [list(pool.tasks) for pool in self.pools]
+            raise ConfigError("pools", named, "train is in no pool", "add a pool with the task train")
         if self.train_after_sync and training is not None and training.shared:
-            law = "training shares its pool with replicas, which sleep until it is done: the run would hang"
-            raise ConfigError("scheduler.train_after_sync", True, law, "use false")
+            law = "replicas of the trainer's pool sleep during training, so they cannot install weights before it ends"
+            raise ConfigError("scheduler.train_after_sync", True, law, "use false, or give rollout a pool of its own")
 
     def _check_live(self) -> None:
         if self.keeps_batches and not self.checkpoint_every:

@@ -412,12 +412,12 @@ def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
 @pytest.mark.parametrize(
     ("pools", "more", "law"),
     [
-        ((Pool(tasks=("rollout",), replicas=(0,)),), {}, "nothing trains"),
+        ((Pool(tasks=("rollout",), replicas=(0,)),), {}, "train is in no pool"),
         ((Pool(tasks=("train", "dream")),), {}, "is not a task"),
-        ((Pool(tasks=("train",)), Pool(tasks=("train",))), {}, "is done in pools"),
+        ((Pool(tasks=("train",)), Pool(tasks=("train",))), {}, "train is in pools.0 already"),
         ((Pool(tasks=("train",), replicas=(0,)),), {}, "replicas stand where rollout"),
         ((Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(0,))), {}, "one pool"),
-        (TOGETHER, {"train_after_sync": True}, "the run would hang"),
+        (TOGETHER, {"train_after_sync": True}, "sleep during training"),
     ],
 )
 def test_unlawful_pools_are_refused(pools: tuple[Pool, ...], more: dict[str, bool], law: str) -> None:
