@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from engine.errors import reason_of
 from engine.ids import GroupId, StepId
@@ -24,7 +24,6 @@ from engine.workers.threads import OneThread, on_a_thread
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 Packed = tuple[GroupId, int, bytes, bool]
 """(group, attempt, packed group or growth, whether it is a growth)"""
@@ -32,34 +31,6 @@ LARGEST_TOKEN_BYTES = 32
 """Upper bound of the bytes of a stored token, with its share of texts and spans."""
 SMALL_BYTES = 1 << 16
 """Up to this total size, unpacking groups takes less time than starting a thread."""
-
-
-class Batcher(Generic[Item]):
-    """Sends concurrent items in one call. `put` returns once the call with its item has been answered."""
-
-    def __init__(self, send: Callable[[Sequence[Item]], Awaitable[object]]) -> None:
-        self._send = send
-        self._calls: GatheredCalls[tuple[Item, asyncio.Future[None]]] = GatheredCalls(self._send_batch)
-
-    async def put(self, item: Item) -> None:
-        """Send an item. Raises the exception of the call."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.add((item, done))
-        await done
-
-    async def _send_batch(self, batch: Sequence[tuple[Item, "asyncio.Future[None]"]]) -> None:
-        error: Exception | None = None
-        try:
-            await self._send([item for item, _ in batch])
-        except Exception as raised:
-            error = raised
-        for _, done in batch:
-            if done.done():
-                continue
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
 
 
 class TrajectoryService:
@@ -127,7 +98,7 @@ class TrajectoryService:
             self._store.flush()
 
         try:
-            await self._call(keep)
+            await self._thread.call(keep)
         except Exception as error:
             if not self._failed.is_set():
                 log.exception("the trajectory store can no longer store data")
@@ -176,23 +147,41 @@ class PackedTrajectories:
         """`store`: has the methods of a `TrajectoryService`. `awaited(process)`: context manager for each call."""
         self._store = store
         self._awaited = awaited
-        self._puts: Batcher[Packed] = Batcher(self._put_all)
+        self._puts: GatheredCalls[tuple[Packed, asyncio.Future[None]]] = GatheredCalls(self._send)
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
         with self._awaited(TRAJECTORY_STORE):
             return await method(*given)
 
-    async def _put_all(self, groups: Sequence[Packed]) -> None:
-        await self._call(self._store.put, list(groups))
+    async def _put(self, group: Packed) -> None:
+        """Return once the call with this group has been answered. Raises the exception of the call."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._puts.add((group, done))
+        await done
+
+    async def _send(self, puts: Sequence[tuple[Packed, "asyncio.Future[None]"]]) -> None:
+        error: Exception | None = None
+        try:
+            with self._awaited(TRAJECTORY_STORE):
+                await self._store.put([group for group, _ in puts])
+        except Exception as raised:
+            error = raised
+        for _, done in puts:
+            if done.done():
+                continue
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        await self._puts.put((group.group, attempt, pack_group(group), False))
+        await self._put((group.group, attempt, pack_group(group), False))
 
     async def grow(self, growth: Growth, attempt: int) -> None:
         if growth.group.tokens * LARGEST_TOKEN_BYTES > MAX_GROUP_BYTES:  # appended parts must not exceed the limit
             await self.put(growth.group, attempt)
             return
-        await self._puts.put((growth.group.group, attempt, pack_growth(growth), True))
+        await self._put((growth.group.group, attempt, pack_growth(growth), True))
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
         await self._call(self._store.replace, group.group, attempt, pack_group(group))
