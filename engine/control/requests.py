@@ -16,10 +16,7 @@ from engine.ids import ReplicaId
 from engine.policies import PolicySet
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.settings import (
-    FIGURES,
-    changed_limits,
-    changed_policies,
-    check_setting,
+    changed_settings,
     how_to_train_more,
     require_time_for_rewards,
 )
@@ -131,13 +128,9 @@ def changes(
 ) -> tuple[Event, ...]:
     """The events that change settings in this order. Raises: `ConfigError` for the first that breaks a law."""
     for setting, value in settings:
-        check_setting(limits, policies, setting, value)
-        if setting in FIGURES:
-            limits = changed_limits(limits, setting, value)
-            if setting == "timeouts.group_s":
-                require_time_for_rewards(limits.timeouts, reward_timeout_s)
-        else:
-            policies = changed_policies(policies, setting, value)
+        limits, policies = changed_settings(limits, policies, setting, value)
+        if setting == "timeouts.group_s":
+            require_time_for_rewards(limits.timeouts, reward_timeout_s)
     return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.commands import Command, FinishRun
-from engine.errors import ConfigError
 from engine.events import (
     BatchScored,
     CacheMeasured,
@@ -82,15 +81,6 @@ GROUP_EVENTS = (
     OrderDone, CallsMeasured, CacheMeasured,
 )  # fmt: skip
 """Facts that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
-
-
-def _check_types(limits: Any, policies: Any, observe: Any) -> None:
-    if not isinstance(limits, Limits):
-        raise ConfigError("limits", limits, "must be an engine.Limits")
-    if not isinstance(policies, PolicySet | None):
-        raise ConfigError("policies", policies, "must be a PolicySet", "use PolicySet.from_names(...)")
-    if observe is not None and not callable(observe):
-        raise ConfigError("observe", observe, "must be a function")
 
 
 def _on_run_started(core: Core, event: RunStarted) -> None:
@@ -227,11 +217,10 @@ class Scheduler:
     """Decides everything about one run.
 
     `observe(machine, record, source, trigger)` is called after every change of state; it must not change anything.
-    Raises: `ConfigError` for arguments of other types, and for an added state that is not registered.
+    Raises: `ConfigError` for an added state that is not registered.
     """
 
     def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
-        _check_types(limits, policies, observe)
         state = self.state = State(limits, observe)
         self.view = View(state)
         decisions = self.decisions = Decisions(policies or PolicySet.from_names({}), state, self.view)

@@ -75,12 +75,11 @@ def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet
     return replace(policies, names=names, **{decision: getattr(fresh, decision)})
 
 
-def check_setting(limits: Limits, policies: PolicySet, setting: str, value: str) -> None:
-    """Raises: `ConfigError` for a setting that cannot be changed, or an invalid value."""
+def changed_settings(limits: Limits, policies: PolicySet, setting: str, value: str) -> tuple[Limits, PolicySet]:
+    """Both with one setting changed. Raises: `ConfigError` for one that cannot be changed, or an invalid value."""
     if setting in FIGURES:
-        changed_limits(limits, setting, value)
-    elif setting.startswith(POLICIES) and setting != f"{POLICIES}concurrency":
-        changed_policies(policies, setting, value)
-    else:
-        law = "cannot be changed while the run is running"
-        raise ConfigError(setting, value, law, f"use one of {', '.join(live_settings())}")
+        return changed_limits(limits, setting, value), policies
+    if setting.startswith(POLICIES) and setting != f"{POLICIES}concurrency":
+        return limits, changed_policies(policies, setting, value)
+    law = "cannot be changed while the run is running"
+    raise ConfigError(setting, value, law, f"use one of {', '.join(live_settings())}")

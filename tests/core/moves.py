@@ -20,7 +20,7 @@ from engine.events import (
     SchedulerRecovered,
     SettingChanged,
 )
-from engine.scheduling.settings import POLICIES, check_setting, live_settings
+from engine.scheduling.settings import POLICIES, changed_settings, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
 from engine.states.process import REPLICA
 from engine.states.timeouts import AUTO, KINDS, Timeouts
@@ -346,7 +346,7 @@ def any_change(scheduler: Any, setting: str, choose: Choices) -> SettingChanged 
     if decision in policies.DEFAULTS:
         value = choose.choice(SHIPPED[decision])
     try:
-        check_setting(scheduler.limits, scheduler.policies, setting, value)
+        changed_settings(scheduler.limits, scheduler.policies, setting, value)
     except ConfigError:
         return None
     return SettingChanged(setting=setting, value=value)

@@ -17,7 +17,7 @@ from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
-from engine.scheduling.settings import check_setting
+from engine.scheduling.settings import changed_settings
 from engine.simulation.simulated_models import SimGenerator
 from engine.simulation.world import Faults, Setting, World
 from engine.states.causes import limited_replicas
@@ -159,7 +159,7 @@ def test_the_policy_is_not_asked_about_replicas_that_only_validate(monkeypatch: 
 def test_the_policy_of_a_running_run_cannot_be_changed() -> None:
     limits = Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1)
     with pytest.raises(ConfigError, match="cannot be changed while the run is running"):
-        check_setting(limits, ADAPTIVE, "scheduler.policies.concurrency", "slots")
+        changed_settings(limits, ADAPTIVE, "scheduler.policies.concurrency", "slots")
 
 
 # in simulated runs

@@ -32,7 +32,7 @@ from engine.events import (
     SyncFailed,
 )
 from engine.policies import PolicySet
-from engine.scheduling.settings import check_setting, live_settings
+from engine.scheduling.settings import changed_settings, live_settings
 from engine.states.limits import Limits, Pool
 from engine.states.replicas import SAMPLES
 from engine.states.timeouts import Timeouts
@@ -437,7 +437,7 @@ def test_another_policy_decides_from_now_on_and_the_others_keep_what_they_rememb
 def test_a_setting_that_breaks_a_law_is_refused(setting: str, value: str, law: str) -> None:
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
     with pytest.raises(ConfigError, match=law):
-        check_setting(limits, PolicySet.from_names({}), setting, value)
+        changed_settings(limits, PolicySet.from_names({}), setting, value)
     assert "scheduler.max_staleness_steps" in live_settings()
 
 

@@ -1,7 +1,7 @@
 """Arguments of the embedding API that cannot be used are refused by name, before anything starts."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from engine.errors import ConfigError
 from engine.protocols import GroupWork
 from engine.runtime.local import Session, run_async
 from engine.runtime.local.arguments import RULES
-from engine.scheduling.scheduler import Scheduler
 
 
 def generate(work: GroupWork) -> int:
@@ -125,19 +124,6 @@ def test_a_resume_refuses_arguments_and_holds_no_lock(case: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=message):
         Session.resume(**{"directory": tmp_path, **given})
     Session.resume(tmp_path).close()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"limits": None}, "limits is null, but must be an engine.Limits"),
-        ({"policies": {"filter": "none"}}, r"policies is .*, but must be a PolicySet; use PolicySet.from_names"),
-        ({"observe": 5}, "observe is 5, but must be a function"),
-    ],
-)
-def test_a_scheduler_refuses_arguments_of_other_types(given: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Scheduler(**{"limits": LIMITS, **given})
 
 
 @pytest.mark.parametrize(
