@@ -71,27 +71,6 @@ class _Commands(list[Command]):
         self.extend(commands)
 
 
-class _OneThread:
-    """The thread that a session belongs to, until it ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: threading.Thread | None = None
-
-    def require(self, *, takes: bool = False) -> None:
-        """`takes`: the session belongs to this thread from now on. Raises: `IllegalEvent` if it belongs to another."""
-        this = threading.current_thread()
-        if self._owner is this:
-            return
-        with self._lock:
-            owner = self._owner if self._owner is not None and self._owner.is_alive() else None
-            if owner is not None and owner is not this:
-                law = f"the session belongs to the thread {owner.name!r}, which called begin()"
-                raise IllegalEvent(f"{law}; this is {this.name!r}, which may only call the answer() of an order")
-            if takes or self._owner is not None:
-                self._owner = this
-
-
 class Session:
     """One run that the caller executes. `begin` first, then answer the orders, and execute those of `next_orders`,
     until `outcome` is set."""
@@ -205,7 +184,8 @@ class Session:
         events: int,
         snapshot_every: int,
     ) -> None:
-        self._thread = _OneThread()
+        self._owner: threading.Thread | None = None
+        """The thread that the session belongs to, until it ends."""
         self._first: tuple[Event, ...] = (first, *settings)
         self._begun = False
         self._closed = False
@@ -229,7 +209,7 @@ class Session:
     def begin(self) -> Orders:
         """Begin the run, or continue the resumed one. Returns the first orders. Call it once, when the trainer has its
         weights. The session then belongs to the calling thread."""
-        self._thread.require(takes=True)
+        self._require_thread(begins=True)
         if self._begun:
             raise IllegalEvent("the session has begun already; call begin() once")
         self._require_open()
@@ -275,7 +255,7 @@ class Session:
 
     def next_due(self) -> float | None:
         """Seconds until a timer is due, for `report_due`; 0: one is due now; None: none is set."""
-        self._thread.require()
+        self._require_thread()
         timer = self._next_timer()
         return None if timer is None else max(0.0, _due_at(timer) - self._clock.now())
 
@@ -292,19 +272,19 @@ class Session:
     @property
     def open_orders(self) -> Orders:
         """All orders without an answer, oldest first, without timers."""
-        self._thread.require()
+        self._require_thread()
         return self._for_user(order.command for order in self._scheduler.state.orders.all())
 
     def waits(self) -> list[str]:
         """What the run waits for, in words: what blocks the next train step comes first."""
-        self._thread.require()
+        self._require_thread()
         now = self._clock.now()
         return [wait.sentence(now) for wait in waits(self._scheduler.state)]
 
     @property
     def view(self) -> View:
         """The state, read-only: steps, versions, groups, replicas."""
-        self._thread.require()
+        self._require_thread()
         return self._scheduler.view
 
     @property
@@ -325,7 +305,7 @@ class Session:
     @property
     def record(self) -> Record:
         """The record so far, for `engine.record.replay`."""
-        self._thread.require()
+        self._require_thread()
         self._recorder.flush()
         if isinstance(self._recorder, MemoryRecorder):
             return read(self._recorder)
@@ -333,7 +313,7 @@ class Session:
 
     def close(self) -> None:
         """Close the record. A run without an outcome can be resumed."""
-        self._thread.require()
+        self._require_thread()
         self._closed = True
         self._recorder.close()
 
@@ -377,8 +357,19 @@ class Session:
     def _for_user(self, commands: Iterable[Command]) -> Orders:
         return tuple(SessionOrder(one, self._take) for one in commands if not isinstance(one, SetTimer | CancelTimer))
 
+    def _require_thread(self, *, begins: bool = False) -> None:
+        """Raises: `IllegalEvent` if the session belongs to another thread, which has not ended."""
+        this = threading.current_thread()
+        with self._lock:
+            owner = self._owner
+            if owner is not None and owner is not this and owner.is_alive():
+                law = f"the session belongs to the thread {owner.name!r}, which called begin()"
+                raise IllegalEvent(f"{law}; this is {this.name!r}, which may only call the answer() of an order")
+            if begins or owner is not None:
+                self._owner = this
+
     def _require_running(self) -> None:
-        self._thread.require()
+        self._require_thread()
         self._require_open()
         if not self._begun:
             raise IllegalEvent("the session has not begun; call begin() first")
