@@ -27,6 +27,11 @@ def require(holds: bool, law: str, **figures: Any) -> None:
         raise InvariantViolated(f"{law} ({shown})", law=law, **{k: repr(v) for k, v in figures.items()})
 
 
+def implies(premise: bool, conclusion: bool) -> bool:
+    """Whether the conclusion holds if the premise does."""
+    return conclusion or not premise
+
+
 def check_tick(state: State) -> None:
     """Laws 1 and 2, as far as the books show them."""
     ledger = state.groups.ledger
@@ -155,10 +160,21 @@ IN_SYNC = {
 
 def check_orders(state: State) -> None:
     """Law 10: what the records say is in flight is in the order book, and nothing else is."""
-    orders, replicas = state.orders, state.replicas.by_id
     if state.ending.outcome is not None:
-        require(not len(orders), "law 10: the run is over and orders are open", open=len(orders))
+        require(not len(state.orders), "law 10: the run is over and orders are open", open=len(state.orders))
         return
+    _check_limit_check(state)
+    _check_orders_of_groups(state)
+    _check_orders_of_steps(state)
+    _check_inspections(state)
+    _check_orders_of_validations(state)
+    _check_owners(state)
+    _check_syncs(state)
+
+
+def _check_limit_check(state: State) -> None:
+    """While a group runs that has a time limit, a timer for the check of time limits is set."""
+    orders, replicas = state.orders, state.replicas.by_id
     if "group" in state.limit_check.least and orders.find("timer", LIMIT) is None:
         bounded = state.limits.timeouts.max_s is not None  # an order that stands still, too
         timed = [
@@ -167,41 +183,55 @@ def check_orders(state: State) -> None:
             if bounded or replicas[int(order.owner)].state == "ready"
         ]
         require(not timed, "law 10: no check looks at orders with a time limit", orders=timed)
+
+
+def _check_orders_of_groups(state: State) -> None:
+    """Only a group that runs is cut short, and no group that runs is aborted."""
+    orders = state.orders
     running = orders.open("group").keys()
     for cut in ("truncate", "park"):
         require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
-    held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
-    busy = {(validation, order.owner) for (validation, _), order in orders.open("rows").items()}
-    require(busy <= held, "law 10: rows are measured on a replica that is not held", replicas=busy - held)
-    training = [step.id for step in state.training.formed_steps if step.state == "training"]
-    require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
-    require(
-        all(step in state.training.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored"
-    )
-    require(
-        all(at > state.training.latest_version for at in orders.open("publish")), "law 10: a version is published twice"
-    )
-    _check_inspections(state)
-    require(
-        not orders.open("retire").keys() & state.training.versions.keys(), "law 10: a version is dropped that is live"
-    )
     require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
+
+
+def _check_orders_of_steps(state: State) -> None:
+    """The steps, versions and checkpoints that are worked on exist, and nothing is done twice."""
+    orders, training = state.orders, state.training
+    trained = [step.id for step in training.formed_steps if step.state == "training"]
+    require(list(orders.open("train")) == trained, "law 10: a step is trained unordered, or is not", steps=trained)
+    scored = all(step in training.steps for step, _ in orders.open("score"))
+    require(scored, "law 10: a step that is over is scored")
+    published = all(version > training.latest_version for version in orders.open("publish"))
+    require(published, "law 10: a version is published twice")
+    retired = orders.open("retire").keys()
+    require(not retired & training.versions.keys(), "law 10: a version is dropped that is live")
     gone = orders.open("delete").keys() - {*state.checkpoints.steps}
     require(not gone, "law 10: a checkpoint is deleted that is not there", steps=sorted(gone))
-    for order in orders.all():
-        number = getattr(order.command, "number", order.number)
+
+
+def _check_orders_of_validations(state: State) -> None:
+    """A validation measures rows only on the replicas that it holds."""
+    held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
+    busy = {(validation, order.owner) for (validation, _), order in state.orders.open("rows").items()}
+    require(busy <= held, "law 10: rows are measured on a replica that is not held", replicas=busy - held)
+
+
+def _check_owners(state: State) -> None:
+    """A command has the number of its order, and a replica the orders of its present life."""
+    for order in state.orders.all():
+        command: Any = order.command
+        number = getattr(command, "number", order.number)
         require(number == order.number, "law 10: a command has another number than its order", order=order.number)
-        lost = (
-            isinstance(order.owner, int)
-            and order.subject not in ("start", "stop", "probe")
-            and (
-                replicas[order.owner].state == "down"
-                or replicas[order.owner].incarnation != getattr(order.command, "incarnation", None)
-            )
-        )
-        require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
-    for replica in replicas.values():
-        sync = orders.find("sync", replica.id)
+        if isinstance(order.owner, int) and order.subject not in ("start", "stop", "probe"):
+            replica = state.replicas.by_id[order.owner]
+            lost = replica.state == "down" or replica.incarnation != command.incarnation
+            require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
+
+
+def _check_syncs(state: State) -> None:
+    """A replica has the sync order of its state."""
+    for replica in state.replicas.by_id.values():
+        sync = state.orders.find("sync", replica.id)
         ordered = None if sync is None else type(sync.command)
         fits = ordered in IN_SYNC.get(replica.state, (None, StageWeights))
         require(fits, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
@@ -222,7 +252,7 @@ def _check_inspections(state: State) -> None:
     hidden = all(version > training.latest_version for version, _ in versions)
     require(hidden and len(versions) <= 1, "law 10: a version is inspected that replicas may have", versions=versions)
     checked = any(step.state in checks for step in training.formed_steps)
-    require(bool(versions) or not checked, "law 10: weights are to be inspected, and were not ordered to be")
+    require(implies(checked, bool(versions)), "law 10: weights are to be inspected, and were not ordered to be")
 
 
 def check_processes(state: State) -> None:
@@ -234,7 +264,7 @@ def check_processes(state: State) -> None:
     for replica in state.replicas.by_id.values():
         process = replica.process
         require(
-            (replica.state != "down") <= (process.state == "up"), "a replica works and its process is not up",
+            implies(replica.state != "down", process.state == "up"), "a replica works and its process is not up",
             replica=replica.id, state=replica.state, process=process.state,
         )  # fmt: skip
 
@@ -280,8 +310,8 @@ def check_pools(state: State) -> None:
     for replica in replicas.values():
         if replica.state in ("yielding", "asleep"):
             require(pools.of_replica(replica.id) is not None, "a replica sleeps, but is in no pool", replica=replica.id)
-        require(replica.state != "asleep" or not state.replicas.running(replica), "groups run on a sleeper",
-                replica=replica.id)  # fmt: skip
+        idle = not state.replicas.running(replica)
+        require(implies(replica.state == "asleep", idle), "groups run on a sleeper", replica=replica.id)
 
 
 def check_validations(state: State) -> None:
