@@ -301,7 +301,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
         order = state.orders.find("start", (TRAINER, 0))
         waits = f"waiting for room: {POOL_TAKEN}" if state.process(TRAINER, 0).no_room else "being stopped"
         return "the trainer is " + (waits if order is None else start_text(order, state))
-    if idle.trainer is INSPECTING and (order := next(iter(state.orders.open("inspect").values()), None)):
+    if idle.trainer is INSPECTING and (order := next(iter(state.orders.open["inspect"].values()), None)):
         inspection: Any = order.command
         return f"state {inspection.state} inspects {inspected(inspection)}"
     return idle.trainer.now(state)

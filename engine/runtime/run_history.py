@@ -443,6 +443,6 @@ def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recover
     if plan.resumption.force_from is not None:
         return []
     state, present = recovered.scheduler.state, {steps for steps, _ in saved}
-    deleted = {*state.checkpoints.surplus(state.limits), *state.orders.open("delete")}
+    deleted = {*state.checkpoints.surplus(state.limits), *state.orders.open["delete"]}
     gone = [steps for steps in state.checkpoints.steps if steps not in present and steps not in deleted]
     return [f"step-{steps:06d} was saved and is missing, but it is not needed" for steps in gone]

@@ -373,7 +373,7 @@ class Supervisor:
         if self._plan.run_dir is None:
             return ()
         directory = self._plan.run_dir / "checkpoints"
-        ordered: list[StepId] = list(self._state.orders.open("checkpoint"))
+        ordered: list[StepId] = list(self._state.orders.open["checkpoint"])
         sound = [await on_a_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
         return tuple(steps for steps, is_complete in zip(ordered, sound, strict=True) if is_complete)
 

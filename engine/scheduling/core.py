@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.events import TimerFired
-from engine.ids import GroupId, Version
+from engine.ids import GroupId
 from engine.scheduling.decisions import Decisions
 from engine.states.state import State
 
@@ -18,6 +18,3 @@ class Core:
     """The timers that fired in this tick and were not acted on, by name."""
     discards: list[GroupId] = field(default_factory=list)
     """The groups whose trajectories are to be discarded at the end of this tick."""
-    searched: tuple[Version, list[int]] | None = None
-    """The newest version of an idle replica and the newest order of each slow one, at the last search that found room
-    for all groups to move: it need not be repeated before one of these changes."""

@@ -151,7 +151,7 @@ def _is_stuck(state: State) -> bool:
         return False
     if state.timer_is_set(GIVE_UP) or state.timer_is_set(FILL):
         return False
-    if state.orders.open("stop rows"):
+    if state.orders.open["stop rows"]:
         return False  # rows that were cut short are measured again
     if state.ending.none_left:
         return True

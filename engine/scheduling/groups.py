@@ -25,7 +25,7 @@ from engine.events import (
 )
 from engine.ids import NO_VERSION, EventId, GroupId, ReplicaId, Version
 from engine.scheduling.core import Core
-from engine.scheduling.lifetimes import REASON_LENGTH, note_process_progress, stop_process
+from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
 from engine.scheduling.stragglers import measure_pace
 from engine.scheduling.timers import MOST_STARTS, start_rest_at_once
 from engine.states.group import NOTHING_STORED, Group, Outcome, Stored, admit
@@ -129,7 +129,7 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     """A group's work is done: it enters the next state. If there is none, it may start, or it is complete."""
     state = core.state
     groups = state.groups
-    note_process_progress(state.process(ADDED_STATES, 0))
+    state.process(ADDED_STATES, 0).deaths = 0  # progress
     group, stage = groups.live[event.group], groups.stages.by_name[event.state]
     described = event.described or group.outcome.described
     if stage.place == QUEUED:

@@ -94,12 +94,6 @@ def may_restart(core: Core, process: Process) -> bool:
     return process.deaths <= _restarts_of(core, process)
 
 
-def note_process_progress(process: Process) -> None:
-    """A process other than a replica or the trainer has answered an order."""
-    if process.deaths:
-        process.deaths = 0
-
-
 def _restarts_of(core: Core, process: Process) -> int:
     limits = core.state.limits
     if process.kind == REPLICA:

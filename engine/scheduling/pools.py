@@ -86,7 +86,7 @@ def _tasks_left(core: Core, step: Step) -> list[str]:
     if step.state != "scoring":
         return []
     names = core.state.limits.scoring_tasks
-    ordered = core.state.orders.open("score")
+    ordered = core.state.orders.open["score"]
     left = (name for place, name in enumerate(names) if place not in step.done and (step.id, name) not in ordered)
     return [*left, TRAIN]
 

@@ -26,7 +26,6 @@ from engine.policies.built_in import DECISIONS
 from engine.scheduling.core import Core
 from engine.scheduling.groups import drop_group, on_state_failed, put_back_in_stage
 from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step
-from engine.scheduling.lifetimes import note_process_progress
 from engine.scheduling.pools import release_pools, scores_ahead
 from engine.scheduling.timers import cancel_timer, limit_timer, set_timer
 from engine.states.group import Group
@@ -64,7 +63,7 @@ def _form_next(core: Core) -> bool:
     if step.state == "waiting":
         state.fire_step(step, "collect")
     ready, full = len(groups.ready), state.limits.train_batch_size
-    closing = state.no_more_prompts and not groups.ledger.running and not groups.ledger.parked
+    closing = not groups.ledger.running and not groups.ledger.parked and state.no_more_prompts
     if not ready or (ready < full and not closing and not step.short):
         return False
     size = min(ready, full)
@@ -228,7 +227,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
 def on_batch_scored(core: Core, event: BatchScored) -> None:
     for index, tasks in enumerate(core.state.limits.scorers()):
         if event.task in tasks:
-            note_process_progress(core.state.process(SCORER, index))
+            core.state.process(SCORER, index).deaths = 0  # progress
     step = core.state.training.steps[event.step]
     step.done = (*step.done, core.state.limits.scoring_tasks.index(event.task))
     release_pools(core, step.id, event.task)
@@ -323,7 +322,7 @@ def on_weights_stored(core: Core, version: Version) -> None:
 def on_step_inspected(core: Core, event: StepInspected) -> None:
     """A batch or a version may pass, or the run ends: the same weights and batch would be refused again."""
     state = core.state
-    note_process_progress(state.process(ADDED_STATES, 0))
+    state.process(ADDED_STATES, 0).deaths = 0  # progress
     if event.refused:
         subject = f"the batch of train step {event.step}"
         if event.version != NO_VERSION:
@@ -481,5 +480,5 @@ def on_checkpoint_damaged(core: Core, event: CheckpointDamaged) -> None:
     state.checkpoints.remove(event.steps)
     state.checkpoints.ordered = min(state.checkpoints.ordered, state.checkpoints.newest)
     surplus = state.surplus_checkpoints()
-    for steps in [steps for steps in state.orders.open("delete") if steps not in surplus]:
+    for steps in [steps for steps in state.orders.open["delete"] if steps not in surplus]:
         state.orders.withdraw("delete", steps)

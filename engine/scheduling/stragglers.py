@@ -38,7 +38,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
         return
     if replicas.newest_version == NO_VERSION or (state.groups.waiting and state.capacity):
         return
-    slow, parking = replicas.slow(factor), state.orders.open("park")
+    slow, parking = replicas.slow(factor), state.orders.open["park"]
     if not slow:
         return
     newest, free = replicas.room_beside(slow)
@@ -46,12 +46,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     if room <= 0:
         return
     ready = [replica for replica in slow if replica.state == "ready" and not replica.process.leaves]
-    newest_orders = [[*running.values()][-1].number for one in ready if (running := replicas.running(one))]
-    if core.searched == (newest, newest_orders):
-        return  # no group there can be moved that could not be moved before
     groups = [(state.groups.live[id], replica) for replica in ready for id in replicas.running(replica)]
     movable = [(g, r) for g, r in groups if g.id not in parking and not g.rare.moved and g.resumes_from <= newest]
-    if len(movable) <= room:
-        core.searched = (newest, newest_orders)
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
         core.state.orders.add(ParkGroup(**replica.address_of(group)))

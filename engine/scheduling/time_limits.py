@@ -61,7 +61,7 @@ def set_limit_check(core: Core) -> None:
         cancel_timer(core, LIMIT)
         return
     mark_new(state)
-    limits = [limit for subject, limit in least.items() if state.orders.open(subject)]
+    limits = [limit for subject, limit in least.items() if state.orders.open[subject]]
     if not limits:
         return
     rounds = -(-len(state.orders) // MOST_LOOKS)
@@ -79,7 +79,7 @@ def set_limit_check(core: Core) -> None:
 def _is_anything_timed(state: State) -> bool:
     """Whether an order with a limit is open that its process can work on; with `max_s`, any order with a limit."""
     always = state.limits.timeouts.max_s is not None
-    found = (order for subject in state.limit_check.least for order in state.orders.open(subject).values())
+    found = (order for subject in state.limit_check.least for order in state.orders.open[subject].values())
     return any(always or could_work(state, order) for order in found)
 
 
@@ -166,7 +166,7 @@ def _is_parked_as_overdue(state: State, order: Order) -> bool:
 def _probe_owner(core: Core, order: Order, reason: str) -> None:
     """Probe the owner of an overdue order, unless that is in progress for another of its orders."""
     owner = core.state.process_of(order.owner)
-    probes: list[Any] = [one.command for one in core.state.orders.open("probe").values()]
+    probes: list[Any] = [one.command for one in core.state.orders.open["probe"].values()]
     if owner is None:  # the data source
         core.state.end_run("stopped", reason)
     elif any(probe.chain.split(COMMA)[0] == owner.id for probe in probes):

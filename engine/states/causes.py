@@ -189,7 +189,7 @@ def what_the_trainer_does(state: State) -> Cause:
         return SCORING if state.scoring(step) else _why_nothing_scores(state, step)
     if step is not None and step.state == TRAINING.name:
         return TRAINING
-    if state.orders.open("inspect"):
+    if state.orders.open["inspect"]:
         return INSPECTING
     if state.publishing:
         return PUBLISHING

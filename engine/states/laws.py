@@ -179,7 +179,7 @@ def _check_limit_check(state: State) -> None:
         bounded = state.limits.timeouts.max_s is not None  # an order that stands still, too
         timed = [
             order.number
-            for order in orders.open("group").values()
+            for order in orders.open["group"].values()
             if bounded or replicas[int(order.owner)].state == "ready"
         ]
         require(not timed, "law 10: no check looks at orders with a time limit", orders=timed)
@@ -188,31 +188,31 @@ def _check_limit_check(state: State) -> None:
 def _check_orders_of_groups(state: State) -> None:
     """Only a group that runs is cut short, and no group that runs is aborted."""
     orders = state.orders
-    running = orders.open("group").keys()
+    running = orders.open["group"].keys()
     for cut in ("truncate", "park"):
-        require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
-    require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
+        require(orders.open[cut].keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
+    require(not orders.open["abort"].keys() & running, "law 10: a group is aborted that runs")
 
 
 def _check_orders_of_steps(state: State) -> None:
     """The steps, versions and checkpoints that are worked on exist, and nothing is done twice."""
     orders, training = state.orders, state.training
     trained = [step.id for step in training.formed_steps if step.state == "training"]
-    require(list(orders.open("train")) == trained, "law 10: a step is trained unordered, or is not", steps=trained)
-    scored = all(step in training.steps for step, _ in orders.open("score"))
+    require(list(orders.open["train"]) == trained, "law 10: a step is trained unordered, or is not", steps=trained)
+    scored = all(step in training.steps for step, _ in orders.open["score"])
     require(scored, "law 10: a step that is over is scored")
-    published = all(version > training.latest_version for version in orders.open("publish"))
+    published = all(version > training.latest_version for version in orders.open["publish"])
     require(published, "law 10: a version is published twice")
-    retired = orders.open("retire").keys()
+    retired = orders.open["retire"].keys()
     require(not retired & training.versions.keys(), "law 10: a version is dropped that is live")
-    gone = orders.open("delete").keys() - {*state.checkpoints.steps}
+    gone = orders.open["delete"].keys() - {*state.checkpoints.steps}
     require(not gone, "law 10: a checkpoint is deleted that is not there", steps=sorted(gone))
 
 
 def _check_orders_of_validations(state: State) -> None:
     """A validation measures rows only on the replicas that it holds."""
     held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
-    busy = {(validation, order.owner) for (validation, _), order in state.orders.open("rows").items()}
+    busy = {(validation, order.owner) for (validation, _), order in state.orders.open["rows"].items()}
     require(busy <= held, "law 10: rows are measured on a replica that is not held", replicas=busy - held)
 
 
@@ -241,7 +241,7 @@ def _check_inspections(state: State) -> None:
     """A step in an added state is inspected, or has passed and waits for room; no replica may have a version that is
     inspected."""
     training = state.training
-    inspections = [*state.orders.open("inspect")]
+    inspections = [*state.orders.open["inspect"]]
     gates, checks = state.limits.states_at(SCORING), state.limits.states_at(PUBLISHING)
     batches = [(NO_VERSION, step.id) for step in training.formed_steps if step.state in gates]
     versions = [key for key in inspections if key[0] != NO_VERSION]
@@ -260,7 +260,7 @@ def check_processes(state: State) -> None:
     processes = [*state.processes.values(), *(replica.process for replica in state.replicas.by_id.values())]
     for subject, there in (("start", "starting"), ("stop", "stopping")):
         ordered = {(p.kind, p.index) for p in processes if p.state == there and p.no_room != POOL_TAKEN}
-        require(state.orders.open(subject).keys() == ordered, "law 10: a process and its order disagree", state=there)
+        require(state.orders.open[subject].keys() == ordered, "law 10: a process and its order disagree", state=there)
     for replica in state.replicas.by_id.values():
         process = replica.process
         require(
@@ -285,7 +285,7 @@ def check_pools(state: State) -> None:
     pools, replicas = state.pools, state.replicas.by_id
     formed = state.training.formed_steps
     require(len(formed) <= 2, "more than one batch is formed ahead", steps=[step.id for step in formed])
-    tasks = [task for _, task in state.orders.open("score")] + ["train"] * len(state.orders.open("train"))
+    tasks = [task for _, task in state.orders.open["score"]] + ["train"] * len(state.orders.open["train"])
     busy_pools = [pools.of(task).id for task in tasks]
     require(len(busy_pools) == len({*busy_pools}), "a pool has several tasks at once", pools=busy_pools, tasks=tasks)
     for lease in pools.leases:
@@ -330,7 +330,7 @@ def check_validations(state: State) -> None:
         done = sum(chunk.count for chunk in run.chunks if chunk.done)
         require(0 <= run.right <= run.measured <= done, "more rows are counted than were measured", validation=run.id)
         waits = set(run.waiting)
-        measuring = [order for (of, _), order in state.orders.open("rows").items() if of == run.id]
+        measuring = [order for (of, _), order in state.orders.open["rows"].items() if of == run.id]
         measured = {order.id[1]: replicas[int(order.owner)] for order in measuring}
         for chunk in run.chunks:
             places = chunk.done + (chunk.index in measured) + (chunk.index in waits)

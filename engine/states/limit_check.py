@@ -29,7 +29,7 @@ class LimitCheck:
     """The longest time to an answer or to progress, by kind."""
 
     def __init__(self, timeouts: Timeouts, orders: OrderBook) -> None:
-        self.longest, self._timers = {}, orders.open("timer")
+        self.longest, self._timers = {}, orders.open["timer"]
         self.use(timeouts)
 
     def read(self, now: float) -> float:

@@ -301,7 +301,8 @@ class OrderBook:
     def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
         """`scored_apart`: scoring tasks that a separate process executes instead of the trainer."""
         self._apart = scored_apart
-        self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
+        self.open: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
+        """The open orders by subject and id, oldest first. Only this class changes it."""
         self.by_number = {}
         self._owned: dict[Owner, dict[str, dict[Any, Order]]] = defaultdict(lambda: defaultdict(dict))
         self._listeners: dict[str, Listener] = {}
@@ -319,13 +320,9 @@ class OrderBook:
 
     # reading
 
-    def open(self, subject: str) -> dict[Any, Order]:
-        """The open orders of a subject, by id. Callers must not change the dict."""
-        return self._by_subject[subject]
-
     def find(self, subject: str, id: Any) -> Order | None:
         """The open order with that key."""
-        return self._by_subject[subject].get(id)
+        return self.open[subject].get(id)
 
     def is_open(self, command: Command) -> bool:
         """Whether a command is an order without an answer."""
@@ -393,7 +390,7 @@ class OrderBook:
         if type(command) in _NUMBERED_COMMANDS:
             force_setattr(command, "number", number)
         id = identify(command)
-        orders = self._by_subject[subject]
+        orders = self.open[subject]
         for other in withdraws:
             self.withdraw(other, id)
         if id in orders:
@@ -413,17 +410,17 @@ class OrderBook:
 
     def rebuild(self) -> None:
         """Make the indexes anew from `by_number`."""
-        for orders in self._by_subject.values():
+        for orders in self.open.values():
             orders.clear()
         self._owned.clear()
         for order in self.all():
             subject, identify, own, _ = _OPENINGS[type(order.command)]
             id, order.owner = identify(order.command), own(self, order.command)
-            self._by_subject[subject][id] = self._owned[order.owner][subject][id] = order
+            self.open[subject][id] = self._owned[order.owner][subject][id] = order
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""
-        order = self._by_subject[subject].get(id)
+        order = self.open[subject].get(id)
         if order is not None:
             self._close(order)
         return order
@@ -447,7 +444,7 @@ class OrderBook:
         a stale echo."""
         matched: tuple[Order, ...] = self._match_numbers(event) if isinstance(event, NUMBERED) else ()
         for rule in _RULES.get(type(event), ()):
-            orders = self._by_subject[rule.subject]
+            orders = self.open[rule.subject]
             found = rule.find(orders, event) if orders else ()
             if found:
                 matched += found
@@ -479,7 +476,7 @@ class OrderBook:
     def _close(self, order: Order) -> None:
         subject, identify, _, _ = _OPENINGS[type(order.command)]
         id = identify(order.command)
-        del self.by_number[order.number], self._owned[order.owner][subject][id], self._by_subject[subject][id]
+        del self.by_number[order.number], self._owned[order.owner][subject][id], self.open[subject][id]
         listener = self._listeners.get(subject)
         if listener is not None:
             listener(order, -order.finished)

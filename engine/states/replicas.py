@@ -36,7 +36,7 @@ class Replicas:
     """Number of replicas that are wanted. Those with ids below `launched` were started if they were gone."""
 
     def __init__(self, orders: OrderBook) -> None:
-        self._orders, self._rows = orders, orders.open("rows")
+        self._orders, self._rows = orders, orders.open["rows"]
         self.by_id = {}
         self.rebuild()
 

@@ -52,7 +52,7 @@ class Stages:
     @property
     def out(self) -> int:
         """The number of groups whose work is ordered."""
-        return len(self._orders.open("stage"))
+        return len(self._orders.open["stage"])
 
     def enter(self, name: str, group: GroupId) -> None:
         """A group waits for the work of a state, behind those that already wait."""

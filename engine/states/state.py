@@ -314,26 +314,26 @@ class State:
     @property
     def publishing(self) -> bool:
         """A version is on its way to the store, or is inspected there."""
-        return bool(self.orders.open("publish")) or self.inspected_version is not None
+        return bool(self.orders.open["publish"]) or self.inspected_version is not None
 
     @property
     def inspected_version(self) -> Version | None:
         """The version in the store that an added state of train steps inspects; no replica may have it yet."""
-        return next((version for version, _ in self.orders.open("inspect") if version != NO_VERSION), None)
+        return next((version for version, _ in self.orders.open["inspect"] if version != NO_VERSION), None)
 
     @property
     def checkpoint_pending(self) -> bool:
         """A checkpoint is being written."""
-        return bool(self.orders.open("checkpoint"))
+        return bool(self.orders.open["checkpoint"])
 
     @property
     def deletion_pending(self) -> bool:
         """A checkpoint is being deleted."""
-        return bool(self.orders.open("delete"))
+        return bool(self.orders.open["delete"])
 
     def scoring(self, step: Step) -> list[str]:
         """The scoring tasks of a step that are ordered and not done."""
-        return [task for of, task in self.orders.open("score") if of == step.id]
+        return [task for of, task in self.orders.open["score"] if of == step.id]
 
     # figures of the laws
 

@@ -195,12 +195,12 @@ class Validations:
     def rebuild(self) -> None:
         """Make what follows from the runs and the open orders."""
         for run in self.runs.values():
-            run.rebuild({chunk for of, chunk in self._orders.open("rows") if of == run.id})
+            run.rebuild({chunk for of, chunk in self._orders.open["rows"] if of == run.id})
 
     @property
     def out(self) -> int:
         """Chunks being measured, each in a slot."""
-        return len(self._orders.open("rows"))
+        return len(self._orders.open["rows"])
 
     @property
     def served(self) -> Validation | None:

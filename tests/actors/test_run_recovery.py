@@ -238,7 +238,7 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     made = world(added_states=(WEIGHING, CHECKING))
     while not made.scheduler.state.groups.stages.out:
         assert made.act()
-    (group,) = made.scheduler.state.orders.open("stage")
+    (group,) = made.scheduler.state.orders.open["stage"]
     run_dir = tmp_path / "run"
     (run_dir / "schedule").mkdir(parents=True)
     (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())

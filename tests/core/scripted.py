@@ -230,7 +230,7 @@ class Scripted(CoreRig):
         return new
 
     def running(self) -> list[int]:
-        return sorted(self.state.orders.open("group"))
+        return sorted(self.state.orders.open["group"])
 
     def replica_of(self, group: int) -> int:
         """The replica that a group runs on; -1: it does not run."""

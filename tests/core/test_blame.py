@@ -47,7 +47,7 @@ def stopped(run: Scripted) -> list[tuple[str, str]]:
 
 def limit_left(run: Scripted) -> float:
     """How long the scoring order has until it is overdue again."""
-    (order,) = run.state.orders.open("score").values()
+    (order,) = run.state.orders.open["score"].values()
     assert not stopped(run)
     return limit_of(run.state, order) - time_taken(run.state, order)
 
@@ -72,7 +72,7 @@ def test_a_process_that_does_not_answer_in_time_hangs() -> None:
     wait(run, run.clock + 1.5)
     ((kind, reason),) = stopped(run)
     assert kind == "scorer" and reason.startswith(SCORES) and reason.endswith("; it does not answer")
-    assert not run.state.orders.open("probe")
+    assert not run.state.orders.open["probe"]
 
 
 @pytest.mark.parametrize("hung", ["trainer", "weights store"])
@@ -131,7 +131,7 @@ def test_nobody_is_to_blame_while_the_innermost_process_works_within_its_own_lim
     run.train()
     run.publish()
     run.finish(2, 3)
-    assert run.state.orders.open("checkpoint") and run.ordered(ScoreBatch)[-1].step == 1
+    assert run.state.orders.open["checkpoint"] and run.ordered(ScoreBatch)[-1].step == 1
     run.orders.clear()
     wait(run, run.clock + 53.0)
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_a_process_that_is_lost_before_it_answers_is_not_stopped_again() -> None
     run = late_scorer()
     answers(run, "trainer")
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
-    assert not run.state.orders.open("probe")
+    assert not run.state.orders.open["probe"]
     assert limit_left(run) == pytest.approx(100.0, abs=1.0)
 
 
@@ -188,7 +188,7 @@ def test_the_next_life_of_a_probed_process_is_not_stopped_for_the_last_ones_sile
     answers(run, "trainer")
     run.tell(ProcessUp(kind="trainer", index=0, incarnation=2))
     wait(run, run.clock + 8.0)
-    assert not stopped(run) and not run.state.orders.open("probe")
+    assert not stopped(run) and not run.state.orders.open["probe"]
 
 
 def test_an_answer_after_the_overdue_order_has_ended_is_without_effect() -> None:
@@ -198,7 +198,7 @@ def test_an_answer_after_the_overdue_order_has_ended_is_without_effect() -> None
         if answer:
             answers(run)
         wait(run, run.clock + 20.0)
-        assert not stopped(run) and not run.state.orders.open("probe")
+        assert not stopped(run) and not run.state.orders.open["probe"]
 
 
 def test_an_answer_after_the_limit_was_lifted_is_without_effect() -> None:

@@ -56,16 +56,16 @@ def move_a_phase(state: State) -> None:
 
 
 def repeat_an_attempt(state: State) -> None:
-    state.groups.live[next(iter(state.orders.open("group")))].attempt += 1
+    state.groups.live[next(iter(state.orders.open["group"]))].attempt += 1
 
 
 def end_too_many_trajectories(state: State) -> None:
-    order = next(iter(state.orders.open("group").values()))
+    order = next(iter(state.orders.open["group"].values()))
     state.orders.note_finished(order, 1 + state.replicas.by_id[0].samples)
 
 
 def take_a_seat(state: State) -> None:
-    state.orders.withdraw("group", next(iter(state.orders.open("group"))))
+    state.orders.withdraw("group", next(iter(state.orders.open["group"])))
 
 
 def move(group: Group) -> None:
@@ -81,7 +81,7 @@ def run_ahead(state: State) -> None:
 
 
 def run_behind(state: State) -> None:
-    group = state.groups.live[next(iter(state.orders.open("group")))]
+    group = state.groups.live[next(iter(state.orders.open["group"]))]
     group.stored = group.stored._replace(newest_version=1)
 
 

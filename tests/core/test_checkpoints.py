@@ -227,7 +227,7 @@ def test_one_that_was_to_be_deleted_stays_where_a_newer_one_is_damaged() -> None
     run = run_of(keep_checkpoints=1)
     save(run, 2, deletes=False)
     run.tell(CheckpointDamaged(steps=2, reason="model: is not what was written"))
-    assert not run.state.orders.open("delete")
+    assert not run.state.orders.open["delete"]
     assert run.state.checkpoints.steps == [1]
 
 
@@ -235,7 +235,7 @@ def test_a_damaged_one_that_was_to_be_deleted_is_deleted_by_nobody() -> None:
     run = run_of(keep_checkpoints=1)
     save(run, 3, deletes=False)
     run.tell(CheckpointDamaged(steps=1, reason="model: is missing"))
-    assert [*run.state.orders.open("delete")] == [2]
+    assert [*run.state.orders.open["delete"]] == [2]
     assert run.state.checkpoints.steps == [2, 3]
 
 

@@ -227,7 +227,7 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
     )
     run.finish(0, 1)
     replicas, free = run.state.replicas.by_id, run.state.replicas
-    for group in list(run.state.orders.open("group")):
+    for group in list(run.state.orders.open["group"]):
         run.state.orders.withdraw("group", group)
     for r, v, n in ((0, 0, 0), (1, 1, 2), (2, 1, 1)):
         replicas[r].version, replicas[r].slots = v, 4

@@ -299,7 +299,7 @@ def test_a_replica_wanted_again_while_it_is_stopped_starts_once_it_has_stopped()
     assert [order.index for order in run.ordered(StartProcess)] == [1] and not run.ordered(FinishRun)
     assert run.state.replicas.by_id[1].process.deaths == 0, "it did not end by itself"
     joined(run, 1, 2)
-    assert run.state.replicas.by_id[1].state == "ready" and not run.state.orders.open("start")
+    assert run.state.replicas.by_id[1].state == "ready" and not run.state.orders.open["start"]
 
 
 def test_a_replica_that_is_taken_away_may_come_back() -> None:
@@ -461,7 +461,7 @@ def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None
     run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0), at=0.0)
     run.wait(12.0)
     run.abort(0, 1, 2, 3)
-    assert not run.state.orders.open("park"), "that is over with the attempt"
+    assert not run.state.orders.open["park"], "that is over with the attempt"
     parked = len(run.ordered(ParkGroup))
     run.wait(24.0)
     assert len(run.ordered(ParkGroup)) == parked + 4 and not run.ordered(StopProcess), "it parks before it is hung"

@@ -256,7 +256,7 @@ def test_a_run_that_is_resumed_has_no_order_of_before() -> None:
         for _ in range(4):
             world.act()
         before = world.scheduler.state.orders
-        assert len(before) and before.open("group")
+        assert len(before) and before.open["group"]
         world.crash(1, kept=kept)
         after = world.scheduler.state.orders
         assert all(order.number >= before.next_number for order in after.all())
@@ -272,13 +272,13 @@ def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
     for under_way in ("stage", "checkpoint"):
         world = Adversary(figures, PolicySet.from_names({}), prompts=12, slots=4)
         world.join(0)
-        while not world.scheduler.state.orders.open(under_way):
+        while not world.scheduler.state.orders.open[under_way]:
             assert world.act()
-        ordered = [*world.scheduler.state.orders.open(under_way)]
+        ordered = [*world.scheduler.state.orders.open[under_way]]
         world.deliver(StopRequested(reason="enough"))
         assert len(world.scheduler.state.orders) == 0
         world.crash(1, kept=True)
-        assert [*world.scheduler.state.orders.open(under_way)] == ordered
+        assert [*world.scheduler.state.orders.open[under_way]] == ordered
         world.complete()
 
 
@@ -420,7 +420,7 @@ def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
 
     assert figures() == (1, 0, [])
     assert replicas.room_beside([]) == (0, 1) and replicas.room_beside([replica]) == (NO_VERSION, 0)
-    orders.note_finished(orders.open("group")[0], replica.samples)
+    orders.note_finished(orders.open["group"][0], replica.samples)
     assert figures() == (2, 1, [0])
     orders.withdraw("group", 0)
     assert figures() == (2, 0, [])

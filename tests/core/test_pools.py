@@ -350,7 +350,7 @@ def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_slee
     run.finish(*run.running_on(1))
     assert states(run) == ["ready", "ready"] and not run.ordered(TrainStep)
     for chunk in (0, 1):
-        assert [index for _, index in run.state.orders.open("rows")] == [0, 1][chunk:], "none is begun"
+        assert [index for _, index in run.state.orders.open["rows"]] == [0, 1][chunk:], "none is begun"
         run.tell(
             RowsMeasured(validation=0, chunk=chunk, attempt=1, replica=0, incarnation=1, version=0, measured=1, right=1,
                          reward=1.0)

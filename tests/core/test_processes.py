@@ -289,7 +289,7 @@ def test_a_life_that_nobody_ordered_ends_the_order_to_start_an_older_one() -> No
     run = small()
     lose(run, "replica", 1)
     run.tell(ProcessUp(kind="replica", index=1, incarnation=7, slots=100))
-    assert not run.state.orders.open("start") and run.state.replicas.by_id[1].state == "ready"
+    assert not run.state.orders.open["start"] and run.state.replicas.by_id[1].state == "ready"
     run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=100))
     assert run.state.orders.stale_echoes == 1 and process(run, "replica", 1).incarnation == 7
 
@@ -336,10 +336,10 @@ def test_all_scores_of_a_step_cost_one_attempt_together() -> None:
     pools = (APART[0], Pool(tasks=("train", "old_logprobs"), replicas=()), APART[2])
     run = trains(scoring_tasks=("old_logprobs", "ref_logprobs"), pools=pools)
     run.finish(run.running()[0])
-    assert len(run.state.orders.open("score")) == 2
+    assert len(run.state.orders.open["score"]) == 2
     lose(run, "trainer")
     assert run.state.training.steps[0].failures == 1
-    assert {order.command.attempt for order in run.state.orders.open("score").values()} == {2}
+    assert {order.command.attempt for order in run.state.orders.open["score"].values()} == {2}
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -426,7 +426,7 @@ def test_checkpoints_that_the_trainer_was_to_write_or_delete() -> None:
     lose(run, "trainer", published=3)
     assert not run.state.checkpoint_pending
     assert [order.steps for order in run.ordered(DeleteCheckpoint)] == [1, 1]
-    assert {*run.state.orders.open("delete")} == {1}
+    assert {*run.state.orders.open["delete"]} == {1}
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.redo) == (2, (2,))
 
@@ -621,7 +621,7 @@ def test_a_drain_that_ends_in_time_needs_its_timer_no_more() -> None:
     run.tell(DrainRequested(reason="maintenance"))
     for id in (0, 1):
         paused(run, id)
-    assert run.ordered(FinishRun)[-1].reason == "maintenance" and not run.state.orders.open("timer")
+    assert run.ordered(FinishRun)[-1].reason == "maintenance" and not run.state.orders.open["timer"]
     run.tell(RunResumed(steps=0, replicas=2, consumed=(), released=(), kept=True))
 
 

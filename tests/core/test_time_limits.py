@@ -437,7 +437,7 @@ def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
     assert cut_or_stopped(ordered) == ["StopMeasuring"]
     (validation,) = run.state.validations.runs.values()
     chunk = validation.chunks[late.chunk]
-    assert chunk.failures == 1 and not run.state.orders.open("rows"), "its replica has yet to stop"
+    assert chunk.failures == 1 and not run.state.orders.open["rows"], "its replica has yet to stop"
     done(run, StopMeasuring)
     assert run.state.orders.find("rows", (validation.id, late.chunk)) is not None
     for order in run.out():
@@ -862,7 +862,7 @@ def test_a_hung_group_is_noticed_while_many_others_come_and_go(monkeypatch: pyte
     given = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     while run.clock < given + 120.0 and not run.ordered(ParkGroup):
         wait(run, run.clock + 5.0)
-        for group in [*run.state.orders.open("group")][1:9]:
+        for group in [*run.state.orders.open["group"]][1:9]:
             run.tell(run.generated(group), at=run.clock)
     assert [order.group for order in run.ordered(ParkGroup)] == [0]
 

@@ -309,7 +309,7 @@ def test_a_histogram_counts_each_value_up_to_its_bounds_once(times: int) -> None
 def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     world = steady_world(steps=None).until(lambda state: state.groups.ledger.running == 4)
     group = next(iter(world.scheduler.state.groups.live.values()))
-    replica = world.scheduler.state.orders.open("group")[group.id].command.replica
+    replica = world.scheduler.state.orders.open["group"][group.id].command.replica
     failed = fact.GroupFailed(
         group=group.id, attempt=group.attempt, replica=replica, incarnation=1, cause="data", reason="bad reward"
     )

@@ -93,7 +93,7 @@ def test_it_decides_as_the_scheduler_does(choices: list[tuple[int, str]], seed: 
     for index, how in choices:
         if loop.session.outcome is not None:
             break
-        orders, timers = loop.session.open_orders, twin.state.orders.open("timer")
+        orders, timers = loop.session.open_orders, twin.state.orders.open["timer"]
         if how == "t" and timers:
             loop.now += loop.session.next_due() or 0.0
             while (due := loop.session.next_due()) == 0.0:

@@ -267,7 +267,7 @@ class Session:
         return self._new_orders()
 
     def _next_timer(self) -> Order | None:
-        return min(self._scheduler.state.orders.open("timer").values(), key=_due_at, default=None)
+        return min(self._scheduler.state.orders.open["timer"].values(), key=_due_at, default=None)
 
     @property
     def open_orders(self) -> Orders:
