@@ -39,7 +39,7 @@ from engine.errors import counted
 from engine.events import ProcessLost
 from engine.ids import NO_VERSION, GroupId
 from engine.protocols import SLOTS
-from engine.states.causes import limit_text
+from engine.states.causes import limit_text, missing_for_scoring
 from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
 from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
@@ -406,7 +406,7 @@ def _unordered(state: State) -> Iterator[Wait]:
     for step in state.training.formed_steps:
         if step.state == "scoring" and not state.scoring(step):
             by = f"step {step.id} on {_groups(len(step.groups))}"
-            doing = "waiting for its pool, whose replicas go to sleep or start, or for the newest weights on replicas"
+            doing = f"waiting for {missing_for_scoring(state)}"
             ends = "ReplicaPaused, ProcessUp, WeightsInstalled or BatchScored"
             yield Wait(by=by, doing=doing, since=step.entered_at, ends=ends)
     run = state.validations.served

@@ -12,7 +12,6 @@ from engine.states.pool import ROLLOUT
 from engine.states.process import TRAINER
 from engine.states.replica import Replica
 from engine.states.state import State
-from engine.states.step import Step
 
 REPLICAS_NAMED = 4
 
@@ -68,12 +67,15 @@ def _works(task: str) -> Callable[[State], str]:
     return now
 
 
-def _formed_step(words: str) -> Callable[[State], str]:
-    def now(state: State) -> str:
-        step = state.training.training_step
-        return words if step is None else f"step {step.id} waits for {words}"
+def _waits_to_be_scored(state: State) -> str:
+    step = state.training.training_step
+    return "" if step is None else f"step {step.id} waits for {missing_for_scoring(state)}"
 
-    return now
+
+def missing_for_scoring(state: State) -> str:
+    """What the tasks of a step that is scored wait for, while none has begun."""
+    pooled = why_nothing_is_scored(state) is POOL
+    return "its pool: replicas go to sleep or start" if pooled else "replicas to take the newest weights"
 
 
 def _says(words: str) -> Callable[[State], str]:
@@ -83,7 +85,7 @@ def _says(words: str) -> Callable[[State], str]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-POOL = Cause("pool", "another task used its pool", _formed_step("its pool: replicas go to sleep or start"))
+POOL = Cause("pool", "another task used its pool", _waits_to_be_scored)
 DRAINING = Cause("draining", "the replica or the run drained", _says("the run is draining: no further step"))
 NO_PROMPTS = Cause("no_prompts", "the prompts were used up", _says("the prompts are used up"))
 STARTING = Cause("starting", "the run was starting", _says("the run is starting"))
@@ -135,9 +137,8 @@ PUBLISHING = Cause(
 )  # fmt: skip
 INSPECTING = Cause("inspecting", "an added state inspected a batch or weights")
 WAITING_FOR_WEIGHT_SYNC = Cause(
-    "waiting_for_weight_sync", "a replica did not have the newest weights",
-    _formed_step("replicas to take the newest weights"),
-)  # fmt: skip
+    "waiting_for_weight_sync", "a replica did not have the newest weights", _waits_to_be_scored
+)
 WAITING_FOR_REPLICAS = Cause(
     "waiting_for_replicas", "no replica was up",
     lambda state: f"step {state.training.steps_batched} waits for a replica: none is alive",
@@ -186,7 +187,7 @@ def what_the_trainer_does(state: State) -> Cause:
     if trainer is not None and trainer.coming:
         return RESTARTING
     if step is not None and step.state == SCORING.name:
-        return SCORING if state.scoring(step) else _why_nothing_scores(state, step)
+        return SCORING if state.scoring(step) else why_nothing_is_scored(state)
     if step is not None and step.state == TRAINING.name:
         return TRAINING
     if state.orders.open["inspect"]:
@@ -204,7 +205,7 @@ def what_the_trainer_does(state: State) -> Cause:
     return WAITING_FOR_STRAGGLERS if ledger.ready >= state.limits.train_batch_size else WAITING_FOR_GROUPS
 
 
-def _why_nothing_scores(state: State, step: Step) -> Cause:
+def why_nothing_is_scored(state: State) -> Cause:
     """Why the tasks of a step that is scored have not begun."""
     lease = state.pools.of("train")
     replicas = [state.replicas.by_id[id] for id in lease.replicas if id in state.replicas.by_id]

@@ -250,7 +250,7 @@ def test_waits_without_an_order_are_named() -> None:
     pooled = Scripted(pools=TOGETHER, scoring_tasks=("old_logprobs",), **batches)
     pooled.finish(0, 1)
     (said,) = [wait.doing for wait in waits(pooled.state) if wait.by == "step 0 on 2 groups"]
-    assert said == "waiting for its pool, whose replicas go to sleep or start, or for the newest weights on replicas"
+    assert said == "waiting for its pool: replicas go to sleep or start"
     measured = Measured()
     measured.next_version()
     (wait,) = [wait for wait in waits(measured.state) if wait.by == "the validation"]
