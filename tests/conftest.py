@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -124,6 +125,32 @@ def pytest_runtest_teardown() -> None:
     worlds = sys.modules.get("steady_world")  # most processes that tests start need none
     if worlds is not None:
         worlds.close_worlds()
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test works in a directory of its own, and modules that it writes there are known to it alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(f"{tmp_path}{os.sep}"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The leaders of process groups that are killed. Fails if one has been reaped, after which its number is free."""
+    killed, kill = list[int](), os.killpg
+
+    def checked(leader: int, signal: int) -> None:
+        os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
+        killed.append(leader)
+        kill(leader, signal)
+
+    monkeypatch.setattr(os, "killpg", checked)
+    return killed
 
 
 @pytest.fixture(scope="session")

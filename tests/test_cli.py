@@ -136,17 +136,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[], None], list[str]]] = {
 }
 
 
-@pytest.fixture
-def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has a `my_reward` of its own, or none."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    sys.modules.pop("my_reward", None)
-    yield
-    sys.modules.pop("my_reward", None)
-
-
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_data_and_rewards_are_refused_before_anything_starts(capsys: Capture, case: str, command: str) -> None:
@@ -159,7 +149,7 @@ def test_bad_data_and_rewards_are_refused_before_anything_starts(capsys: Capture
     assert not Path("runs").exists()
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 def test_a_missing_model_directory_is_refused(capsys: Capture) -> None:
     write_data()
     sections = own_data()
@@ -179,7 +169,7 @@ def write_model(directory: str, *missing: str) -> None:
         Path(directory, name).unlink()
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_directory_without_a_model_is_refused(capsys: Capture, missing: str) -> None:
     write_data()
@@ -188,7 +178,7 @@ def test_a_directory_without_a_model_is_refused(capsys: Capture, missing: str) -
     assert said.startswith(f"engine: model.path '{Path.cwd() / 'mine'}' has no ") and missing in said
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 def test_a_teacher_with_another_tokenizer_is_refused(capsys: Capture) -> None:
     write_data()
     write_model("teacher")
@@ -201,7 +191,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(capsys: Capture) -> None:
     assert "has another tokenizer than model.path: its token" in said and "use a model with the same tokenizer" in said
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 def test_a_stop_string_that_is_not_one_token_is_refused(capsys: Capture) -> None:
     write_data()
     own = write_config(**own_data())
@@ -210,7 +200,7 @@ def test_a_stop_string_that_is_not_one_token_is_refused(capsys: Capture) -> None
     assert "splits '12' into 2" in refused(capsys, "check", write_config(), "--set", "rollout.stop=['12']")
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 def test_weights_that_the_object_store_cannot_hold_are_reported(capsys: Capture) -> None:
     write_data()
     config = write_config(**own_data())
@@ -224,7 +214,7 @@ def test_weights_that_the_object_store_cannot_hold_are_reported(capsys: Capture)
     assert "object store" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 def test_what_holds_is_said(capsys: Capture) -> None:
     write_data()
     assert cli.main(["check", write_config(**own_data())]) == 0
@@ -236,7 +226,7 @@ def test_what_holds_is_said(capsys: Capture) -> None:
     assert said.err == ""
 
 
-@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.usefixtures("own_modules")
 def test_a_preset_with_relative_paths_is_checked_from_another_directory(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +243,7 @@ def test_a_preset_with_relative_paths_is_checked_from_another_directory(
     missing = refused(capsys, "check", "../copy.yaml", "--set", "data.path=prompts.jsonl")
     assert str(tmp_path / "elsewhere" / "prompts.jsonl") in missing, "the message says where the engine looked"
     (tmp_path / "my_reward.py").unlink()
-    monkeypatch.delitem(sys.modules, "my_reward")
+    del sys.modules["my_reward"]
     assert f"put my_reward.py into {tmp_path}" in refused(capsys, "check", "../copy.yaml")
 
 

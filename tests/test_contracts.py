@@ -107,7 +107,6 @@ def test_a_state_before_generation_keeps_its_contract_or_the_law_is_named(own: N
 
     contract = RetrieverContract()
     contract.judge = example("states/before_generation").Retrieve()
-    contract.test_simulated_runs_keep_every_law()
     contract.test_work_changes_only_what_it_may()
     contract.judge = Renumbering()
     with pytest.raises(AssertionError, match="it may change text and fields only"):
@@ -116,7 +115,7 @@ def test_a_state_before_generation_keeps_its_contract_or_the_law_is_named(own: N
 
 def test_a_state_of_train_steps_keeps_its_contract_and_is_told_what_it_must_return(own: None) -> None:
     class InspectorContract(StateContract):
-        state, worlds, does = "inspecting", 2, example("states/before_training").InspectBatch()
+        state, does = "inspecting", example("states/before_training").InspectBatch()
 
         def work(self) -> Any:
             return self.does
@@ -126,7 +125,6 @@ def test_a_state_of_train_steps_keeps_its_contract_and_is_told_what_it_must_retu
             return True
 
     contract = InspectorContract()
-    contract.test_simulated_runs_keep_every_law()
     contract.test_work_changes_only_what_it_may()
     contract.state, contract.does = "vetting", example("states/before_publication").VetWeights()
     contract.test_work_changes_only_what_it_may()

@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from engine.cli.project import REWARD_TEXT
 
 Capture = pytest.CaptureFixture[str]
 EXACT = "engine.tasks.rewards:exact_match"
+pytestmark = pytest.mark.usefixtures("own_modules")
 CHAT = [{"role": "user", "content": "2+2?"}]
 
 
@@ -27,16 +27,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tiny model for each family, with a context of 64 tokens."""
     folder = tmp_path_factory.mktemp("models")
     return {family: save_chat_model(folder / family, family, context=64) for family in ("chatml", "base", "gemma")}
-
-
-@pytest.fixture(autouse=True)
-def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has a `my_code` of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("my_code", None)
 
 
 def write_config(model: str, *rows: Any, held_out: list[Any] | None = None, **changes: Any) -> str:

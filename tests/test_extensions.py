@@ -171,13 +171,6 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
         ),
         (
             a_policy(
-                "filter", "keep(self, view, outcome)", "self.n = getattr(self, 'n', 0) + 1; return self.n % 7 > 1"
-            ),
-            "filter",
-            "law 8: it decides differently on replay",
-        ),
-        (
-            a_policy(
                 "filter",
                 "keep(self, view, outcome)",
                 "self.n = getattr(self, 'n', 0) + 1; self.memory['n'] = self.n; return True",

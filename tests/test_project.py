@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,7 @@ from engine.extras import EXTRAS, FOR_RUNS, install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has a `my_rewards` of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("my_rewards", None)
+pytestmark = pytest.mark.usefixtures("own_modules")
 
 
 def checked(capsys: Capture, project: str) -> str:

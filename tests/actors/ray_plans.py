@@ -31,6 +31,22 @@ SMALLEST = {
 """Sizes of the smallest model that `model.make` can make, hardly trained: its responses are of any length."""
 
 
+TRAIN_STEPS, TRAIN_BATCH = 8, 4
+
+
+def training(made: Path, **rollout: Any) -> dict[str, Any]:
+    """A configuration of the smallest model there can be, hardly trained, so that its responses are of any length."""
+    return {
+        "run": {"dir": str(made), "max_steps": TRAIN_STEPS, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
+        "scheduler": {"train_batch_size": TRAIN_BATCH, "samples_per_prompt": 4, "max_staleness_steps": 2},
+        "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
+        "validation": {"prompts": 8, "every": 4},
+        "metrics": {"port": 0},
+    }
+
+
 class Quick(SimpleGenerator):
     """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it. `steps`: train steps
     a version."""

@@ -4,10 +4,9 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ray_plans import SMALLEST, check_record, events_of
+from ray_plans import TRAIN_BATCH, TRAIN_STEPS, check_record, events_of, training
 from weight_observers import watched_rollout, watched_trainer
 
 from engine.actors.launch import start
@@ -17,21 +16,6 @@ from engine.plans.configured_plan import plan_of
 from engine.record import read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
-
-STEPS, BATCH, STALENESS = 8, 4, 2
-
-
-def tree(made: Path, **rollout: Any) -> dict[str, Any]:
-    """A configuration of the smallest model there can be, hardly trained, so that its responses are of any length."""
-    return {
-        "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
-        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
-        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": STALENESS},
-        "rollout": {"replicas": 1, "slots": 12, "max_tokens": 150, **rollout},
-        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
-        "validation": {"prompts": 8, "every": 4},
-        "metrics": {"port": 0},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +30,7 @@ def test_a_training_run_keeps_every_law_and_its_weights_are_the_trainers_own(mad
 
     run_dir = made / "run"
     run_dir.mkdir()
-    config = tree(made, transport="distributed", bucket_mb=1, transport_timeout_s=30.0)
+    config = training(made, replicas=1, slots=12, transport="distributed", bucket_mb=1, transport_timeout_s=30.0)
     config["trainer"]["weight_decay"] = 0.5  # weights change in a step whose rewards are all equal, too
     planned = plan_of(parse_config(config), run_dir)
     watched = replace(
@@ -56,19 +40,19 @@ def test_a_training_run_keeps_every_law_and_its_weights_are_the_trainers_own(mad
     )
     with start(watched) as run:
         last = run.wait()
-    assert (last.outcome, last.step, last.version) == ("finished", STEPS, STEPS)
+    assert (last.outcome, last.step, last.version) == ("finished", TRAIN_STEPS, TRAIN_STEPS)
     assert last.staleness_max is not None
-    assert last.staleness_max <= STALENESS
+    assert last.staleness_max <= 2
     assert last.accuracy_first is not None
     assert last.accuracy is not None
     scheduler = check_record(run_dir)
-    assert scheduler.state.training.steps_trained == STEPS
+    assert scheduler.state.training.steps_trained == TRAIN_STEPS
     assert read(run_dir / "schedule").header.config["rollout"]["sync_mode"] == "keep"
     assert events_of(run_dir, WeightsInstalled)
     assert not events_of(run_dir, SyncFailed, PublishFailed)
     published = {path.name.split("-")[1]: path.read_text() for path in run_dir.glob("published-*")}
     installed = {path.name: path.read_text() for path in run_dir.glob("installed-*")}
-    assert len(set(published.values())) == STEPS, "every step changes the weights"
+    assert len(set(published.values())) == TRAIN_STEPS, "every step changes the weights"
     used = {(e.newest_version, e.replica) for e in events_of(run_dir, GroupGenerated) if e.newest_version > 0}
     assert used and used <= {tuple(map(int, name.split("-")[1:])) for name in installed}
     assert all(read_back == published[name.split("-")[1]] for name, read_back in installed.items())
@@ -84,9 +68,9 @@ def check_metrics(run_dir: Path) -> None:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     measured = [(row["version"], row["steps"], row["outcome"]) for row in rows if "validation" in row]
     outcomes = {version: outcome for version, _, outcome in measured}
-    assert outcomes.keys() == {0, 4, STEPS}, "each is due; that of version 4 may be superseded by the last"
-    assert outcomes[0] == outcomes[STEPS] == "reported"
+    assert outcomes.keys() == {0, 4, TRAIN_STEPS}, "each is due; that of version 4 may be superseded by the last"
+    assert outcomes[0] == outcomes[TRAIN_STEPS] == "reported"
     assert all(steps == version for version, steps, _ in measured)
     rows = [row for row in rows if "step" in row]
-    assert [row["step"] for row in rows] == list(range(STEPS))
-    assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
+    assert [row["step"] for row in rows] == list(range(TRAIN_STEPS))
+    assert all(row["loss"] is not None and row["groups"] == TRAIN_BATCH for row in rows)

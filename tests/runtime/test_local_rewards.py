@@ -1,8 +1,6 @@
 """A whole run of a configuration with several rewards: every form, one in a process of its own, one for each token."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,9 @@ def wrong(prompt, trajectory):
 
 
 @pytest.fixture
-def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+def own_code(tmp_path: Path, own_modules: None) -> Path:
     (tmp_path / "whole_run_rewards.py").write_text(CODE)
-    yield tmp_path
-    sys.modules.pop("whole_run_rewards", None)
+    return tmp_path
 
 
 def tree(folder: Path, *functions: dict[str, Any], **reward: Any) -> dict[str, Any]:

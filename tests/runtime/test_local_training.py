@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 from ray_plans import SMALLEST, check_record, events_of
+from ray_plans import TRAIN_STEPS as STEPS
+from ray_plans import training as tree
 
 from engine.cli.run import resumption_of
 from engine.config.loading import load_config, parse_config
@@ -19,20 +21,6 @@ from engine.runtime.local import run_plan
 from engine.storage import run_directory
 from engine.training.model_trainer import ModelTrainer
 from engine.workers.plan import Resumption
-
-STEPS, BATCH = 8, 4
-
-
-def tree(made: Path, **rollout: Any) -> dict[str, Any]:
-    """A configuration of the smallest model there can be, hardly trained, so that its responses are of any length."""
-    return {
-        "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
-        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
-        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": 2},
-        "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
-        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
-        "validation": {"prompts": 8, "every": 4},
-    }
 
 
 def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The reward that runs code: what passes, how tests are written, and what a program may not do."""
 
 import json
-import os
 import re
 from time import monotonic
 from typing import Any
@@ -296,14 +295,5 @@ def test_tests_are_read_in_order() -> None:
     assert code_tests(prompt, "tests") == [CodeTest("1\n2", "3"), CodeTest(code="assert f()")]
 
 
-def test_a_process_group_is_killed_while_its_number_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed, kill = [], os.killpg
-
-    def checked(leader: int, signal: int) -> None:
-        os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
-        killed.append(leader)
-        kill(leader, signal)
-
-    monkeypatch.setattr(os, "killpg", checked)
-    assert score(ADD, "assert add(1, 2) == 3") == 1.0
-    assert len(killed) == 1
+def test_a_process_group_is_killed_while_its_number_is_its_own(kills: list[int]) -> None:
+    assert score(ADD, "assert add(1, 2) == 3") == 1.0 and len(kills) == 1

@@ -95,7 +95,7 @@ def test_the_judge_reads_what_the_template_says(monkeypatch: pytest.MonkeyPatch)
     assert judge.keys == ["Bearer top-secret"]
 
 
-@pytest.mark.parametrize("busy", [503, 429, 409, b"<html>The server is busy.</html>"])
+@pytest.mark.parametrize("busy", [429, b"<html>The server is busy.</html>"])
 def test_a_busy_judge_is_asked_again(busy: int | bytes) -> None:
     judge = Judge([busy, "Score: 4"])
     assert judged(judge, retries=1) == 0.4 and len(judge.asked) == 2
