@@ -303,24 +303,9 @@ class StartProcess(Command, frozen=True, kw_only=True, tag=34):
     """Its number in the order book; `OrderProgressed` repeats it."""
 
 
-class ProbeProcess(Command, frozen=True, kw_only=True, tag=51):
-    """An order is overdue: ask a process what it waits for → `ProcessProbed`. A hung process cannot answer."""
-
-    kind: str
-    index: int
-    incarnation: Incarnation
-    order: int
-    """The number of the overdue order."""
-    reason: str
-    """Reason to report if a process is stopped because of the overdue order."""
-    chain: str
-    """Names of the processes from the owner of the overdue order to this one, separated by commas. Each waits for the
-    next."""
-
-
 COMMANDS: tuple[type[Command], ...] = (
     DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
     InstallWeights, ResumeReplica, StopProcess, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
     SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
-    InspectStep, ParkGroup, StartProcess, DeleteCheckpoint, ProbeProcess,
+    InspectStep, ParkGroup, StartProcess, DeleteCheckpoint,
 )  # fmt: skip

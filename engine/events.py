@@ -419,12 +419,22 @@ class CheckpointDamaged(Event, frozen=True, kw_only=True, tag=50):
     reason: str
 
 
-class ProcessProbed(ProcessEvent, frozen=True, kw_only=True, tag=51):
-    """A process answered a `ProbeProcess`: its event loop runs, though its computation may hang."""
+class OrderOverdue(Event, frozen=True, kw_only=True, tag=51):
+    """An order has exceeded its time limit, as the watchdog measured (`runtime/watchdog.py`)."""
 
     order: int
-    waits_for: str = ""
-    """Name of the process that it has waited for longest, such as `weights store`; empty if it waits for none."""
+    """Its number."""
+    took_s: float
+    """Seconds in which its process could work on it since it was given, or last progressed; by `timeouts.max_s`, all
+    seconds since it was given."""
+    limit_s: float
+    setting: str
+    """The setting that it exceeded, such as `timeouts.train_s`."""
+    chain: tuple[str, ...] = ()
+    """Names of processes: the one that executes it, the one that this one waits for, and so on, up to one that waits
+    for none, is not up, gives no sign of life, or comes for the second time. Empty: none was asked."""
+    answered: bool = True
+    """Whether the last one of the chain gave a sign of life: its event loop runs, though its computation may hang."""
 
 
 class CallsMeasured(ProcessEvent, frozen=True, kw_only=True, tag=53):
@@ -463,5 +473,5 @@ EVENTS: tuple[type[Event], ...] = (
     PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
     RowsMeasured, RowsFailed, StateLeft, StateFailed, StepInspected, InspectionFailed, SchedulerRecovered,
     DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged,
-    ProcessWaits, RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed, CacheMeasured,
+    ProcessWaits, RunInterrupted, OrderOverdue, CallsMeasured, OrderProgressed, CacheMeasured,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.commands import Command, ParkGroup, ResumeGroup, SetTimer
+from engine.commands import Command, ParkGroup, ResumeGroup
 from engine.events import (
     CacheMeasured,
     CallsMeasured,
@@ -31,7 +31,6 @@ from engine.events import (
     StateFailed,
     StepFailed,
     SyncFailed,
-    TimerFired,
 )
 from engine.ids import NO_VERSION, StepId
 from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups
@@ -52,7 +51,6 @@ from engine.metrics.names import (
 from engine.protocols import SLOTS
 from engine.record.frames import Tick
 from engine.reward_histogram import BOUNDS, HISTOGRAMS
-from engine.states.orders import LIMIT
 from engine.states.process import KINDS, REPLICA
 from engine.states.state import State
 from engine.states.step import Step
@@ -221,8 +219,6 @@ class RunMetrics:
 
     def observe(self, tick: Tick) -> None:
         """Count the events of a tick that the scheduler has decided about, and its commands."""
-        if self._is_idle_check(tick):
-            return
         self.idle.at = tick.at
         self._count(tick.events, tick.at)
         for step in self._steps_finished:
@@ -245,14 +241,6 @@ class RunMetrics:
         self.idle.measure()
         if self.state.ending.outcome is not None:
             self.steps.flush()
-
-    def _is_idle_check(self, tick: Tick) -> bool:
-        """Whether a tick is a check of the time limits that found nothing."""
-        if type(tick.events[0]) is not TimerFired or len(tick.events) > 1:
-            return False
-        matched = self.state.orders.matched.get(tick.events[0].id, ())
-        only_next = all(type(command) is SetTimer and command.name == LIMIT for command in tick.commands)
-        return only_next and any(order.id == LIMIT for order in matched)
 
     def _count(self, events: Sequence[Event], at: float) -> None:
         """Count events. Nearly all are generated groups, which are counted together."""

@@ -20,7 +20,6 @@ from engine.commands import (
     MeasureRows,
     ParkGroup,
     PauseReplica,
-    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     ResumeReplica,
@@ -41,7 +40,7 @@ from engine.ids import NO_VERSION, GroupId
 from engine.protocols import SLOTS
 from engine.states.causes import limit_text, missing_for_scoring
 from engine.states.limits import GENERATED
-from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
+from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, RELATIONS, TIMERS, Order, owner_text
 from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
 from engine.states.state import State
 
@@ -76,8 +75,7 @@ def waits(state: State) -> list[Wait]:
         return []
     orders: dict[tuple[str, Any], list[Order]] = {}
     for order in state.orders.all():
-        if order.subject != "timer" or order.id != LIMIT:  # no process waits for that
-            orders.setdefault(_together(order, state), []).append(order)
+        orders.setdefault(_together(order, state), []).append(order)
     found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
     return [*(wait for _, _, wait in found), *_unordered(state)]
 
@@ -386,7 +384,6 @@ WORDS: dict[type[Command], Words] = {
     ResumeReplica: _says("resuming sampling"),
     StartProcess: _starts,
     StopProcess: _says("stopping"),
-    ProbeProcess: _says("answering what it waits for"),
     RetireWeights: lambda like, state: f"dropping {counted(len(like), 'version')}",
     ScoreBatch: _scores,
     TrainStep: _trains,

@@ -33,6 +33,7 @@ from engine.runtime.process_port import Found, Processes, Stores
 from engine.runtime.prompt_sources import MixedPrompts
 from engine.runtime.run_history import RecoveredRun, RunHistory
 from engine.runtime.supervisor import Supervisor
+from engine.runtime.watchdog import Watchdog
 from engine.scheduling.scheduler import Scheduler
 from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
@@ -170,18 +171,16 @@ class RunParts:
             prompts=prompts,
             stores=stores,
             check=processes.check,
-            limit_of_prompt=self._limit_of_prompt,
+            limit_of_prompt=lambda: self.watchdog.times.limit_s("draw"),  # as long as a draw
             post=driver.post,
             finish=self._finish,
         )
+        self.watchdog = Watchdog(
+            state, lambda: driver.clock.now(), self.supervisor.probe, driver.deliver, self.supervisor.spawn
+        )  # `begin` replaces the clock
         if plan.metrics is not None:
             self.endpoint = Endpoint(plan, plan.metrics, self.metrics, driver, held)
         self.control = Control(plan, self.metrics, driver, self.watchers.changed)
-
-    def _limit_of_prompt(self) -> float | None:
-        """Seconds that reading a prompt may take: as long as a draw."""
-        state = self.scheduler.state
-        return state.limits.timeouts.limit("draw", state.limit_check.longest.get("draw"), fresh=False)
 
     def begin(self, history: RunHistory | None) -> None:
         """Start the run, or resume it from `history`, once every process is open."""
@@ -212,6 +211,7 @@ class RunParts:
     def stop(self) -> None:
         """Execute no more orders, and report no more lost processes."""
         self.executor.close()
+        self.watchdog.close()
         self.supervisor.stop_watching()
         if self._filtered is not None:
             self._filtered.close()
@@ -230,6 +230,7 @@ class RunParts:
             self.over.set_result(command)
 
     def _observe(self, tick: Tick) -> None:
+        self.watchdog.observe(tick)
         if self._history is not None:
             self._history.wake()
         state = self.scheduler.state

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from engine.commands import ProbeProcess, StartProcess, StopProcess
+from engine.commands import StartProcess, StopProcess
 from engine.errors import EngineError, RunFailed, clean, reason_of
-from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
+from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, ProcessWaits
 from engine.ids import NO_VERSION, Incarnation, StepId
-from engine.runtime.process_port import SERVICES, Found, Key, Life, ProcessEnd, Processes, source_of
-from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
+from engine.runtime.process_port import SERVICES, Found, Key, Life, ProcessEnd, Processes, Sign, source_of
+from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, Process, name_of
 from engine.states.state import State
 from engine.states.timeouts import MOST_S
 from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
@@ -94,11 +94,11 @@ class Supervisor:
 
     def _limit_of_start(self, restore: Restore | None) -> float | None:
         """Seconds in which a process of the launch must come up; None: there is no limit."""
-        timeouts, longest = self._state.limits.timeouts, self._state.limit_check.longest
-        limit_s = timeouts.limit("start", longest.get("start"), fresh=True)
+        timeouts = self._state.limits.timeouts
+        limit_s = timeouts.limit("start", None)
         if limit_s is None or restore is None:
             return limit_s
-        train_s = timeouts.limit("train", longest.get("train"), fresh=True)
+        train_s = timeouts.limit("train", None)
         return limit_s + len(restore.redo) * (MOST_S if train_s is None else train_s)
 
     def _loading(self) -> list[Life]:
@@ -181,7 +181,7 @@ class Supervisor:
             life = self.lives.get(key)
             if process.state == "up" and (life is None or life.incarnation != process.incarnation):
                 why = self._found.silent.get(source_of(*key), "it ended while there was no scheduler")
-                self._spawn(self._report(key, process.incarnation, ProcessEnd(why)))
+                self.spawn(self._report(key, process.incarnation, ProcessEnd(why)))
         for life in list(self.lives.values()):
             if life not in self._watched:
                 self._watch(life)
@@ -207,16 +207,16 @@ class Supervisor:
         if command.steps and self._plan.restore_trainer is None:
             self._begun[key] = incarnation
             reason = "its plan cannot restore a trainer: set Plan.restore_trainer"
-            self._spawn(self._report(key, incarnation, ProcessEnd(reason), final=True))
+            self.spawn(self._report(key, incarnation, ProcessEnd(reason), final=True))
             return
         try:
             life = life or self._make_incarnation(key, incarnation)
         except Exception as error:
-            self._spawn(self._report_unstarted(key, incarnation, error))
+            self.spawn(self._report_unstarted(key, incarnation, error))
             return
         if life.incarnation == incarnation and life not in self._watched:
             self._watched.add(life)
-            self._spawn(self._bring_up(life, command))
+            self.spawn(self._bring_up(life, command))
 
     def stop(self, command: StopProcess) -> None:
         """End an incarnation and report it, even if it has ended already."""
@@ -226,12 +226,12 @@ class Supervisor:
         life = self.lives.get(key)
         current = life is not None and life.incarnation == command.incarnation
         if life is not None and current and (command.hung or life.kind == TRAINER):
-            self._spawn(self._end(life, command))
+            self.spawn(self._end(life, command))
             return
         if life is not None and current:
             self._forget(life)
         if (key, command.incarnation) in self._ending:
-            self._spawn(self._report_gone(key, command))
+            self.spawn(self._report_gone(key, command))
         else:
             self._deliver(self._loss(key, command.incarnation, command.reason))
 
@@ -248,19 +248,12 @@ class Supervisor:
             await self._end_life(life, hung=command.hung)
             await self._report(life.key, life.incarnation, ProcessEnd(f"{command.reason}{stacks}"))
 
-    def probe(self, command: ProbeProcess) -> None:
-        """Report what a process waits for. If it does not answer, there is no report."""
-        life = self.lives.get((command.kind, command.index))
-        if life is not None and life.incarnation == command.incarnation:
-            self._spawn(self._probe(life, command.order))
-
-    async def _probe(self, life: Life, order: int) -> None:
-        sign = await life.probe()
-        if sign is not None and self._is_current(life):
-            self._deliver(
-                ProcessProbed(kind=life.kind, index=life.index, incarnation=life.incarnation, order=order,
-                              waits_for=sign.waits_for)
-            )  # fmt: skip
+    async def probe(self, process: Process) -> Sign | None:
+        """Ask a process what it waits for. Never returns if it hangs; None if it has ended."""
+        life = self.lives.get((process.kind, process.index))
+        if life is None or life.incarnation != process.incarnation:
+            return None
+        return await life.probe()
 
     async def _bring_up(self, life: Life, command: StartProcess) -> None:
         try:
@@ -336,7 +329,7 @@ class Supervisor:
     def _watch(self, life: Life) -> None:
         life.up = True
         self._watched.add(life)
-        self._spawn(self._watch_until_lost(life))
+        self.spawn(self._watch_until_lost(life))
 
     async def _watch_until_lost(self, life: Life) -> None:
         ended = await life.lost()
@@ -453,7 +446,8 @@ class Supervisor:
             kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), final=final, **known
         )
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task that ends with the run. If it fails, the run ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_end)

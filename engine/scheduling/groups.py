@@ -207,7 +207,7 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
 
 
 def on_order_progressed(core: Core, event: OrderProgressed) -> None:
-    """Trajectories that ended make room for others. `work_times.note_matched` restarts the order's time limit."""
+    """Trajectories that ended make room for others. `time_limits.note_matched` restarts the order's time limit."""
     order = core.state.orders.matched[event.id][0]
     if not event.finished or not isinstance(order.command, StartGroup | ResumeGroup):
         return

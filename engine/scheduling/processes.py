@@ -34,7 +34,6 @@ from engine.scheduling.steps import (
     why_trainer_cannot_begin,
 )
 from engine.scheduling.weights import join_replica, note_none_left
-from engine.scheduling.work_times import mark
 from engine.states.limits import SCORING
 from engine.states.orders import Order
 from engine.states.process import (
@@ -102,9 +101,6 @@ def on_waits(core: Core, event: ProcessWaits) -> None:
     """A process cannot start before it has room; with an empty reason, it has room now. Its start is timed from then
     on."""
     core.state.process(event.kind, event.index).no_room = event.reason
-    start = core.state.orders.find("start", (event.kind, event.index))
-    if start is not None:
-        mark(core.state, start)
 
 
 def on_calls_measured(core: Core, event: CallsMeasured) -> None:

@@ -27,10 +27,10 @@ from engine.events import (
     GroupGenerated,
     InspectionFailed,
     OrderDone,
+    OrderOverdue,
     OrderProgressed,
     PrefixStored,
     ProcessLost,
-    ProcessProbed,
     ProcessUp,
     ProcessWaits,
     PromptsDrawn,
@@ -65,12 +65,12 @@ from engine.scheduling.decisions import Decisions
 from engine.scheduling.reactions import STARTS_WORK
 from engine.scheduling.run_resume import on_run_resumed
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
+from engine.scheduling.time_limits import give_all_full_time, note_matched
 from engine.scheduling.timers import on_timer_fired
-from engine.scheduling.work_times import mark_all, note_matched
 from engine.states.laws import check_tick
 from engine.states.limits import Limits
 from engine.states.machine import Observer
-from engine.states.orders import DEADLINE, DRAIN, FILL, GIVE_UP, LIMIT
+from engine.states.orders import DEADLINE, DRAIN, FILL, GIVE_UP
 from engine.states.state import State
 from engine.states.view import View
 
@@ -98,12 +98,6 @@ def _on_stop_requested(core: Core, event: StopRequested) -> None:
     core.state.end_run("stopped", event.reason)
 
 
-def _on_process_lost(core: Core, event: ProcessLost) -> None:
-    probes = core.state.orders.matched[event.id]
-    processes.on_lost(core, event)
-    time_limits.restart_probed_orders(core, probes)
-
-
 def _on_rows_measured(core: Core, event: RowsMeasured) -> None:
     validation.on_rows_measured(core, event)
     if core.state.limits.keep_best and event.validation not in core.state.validations.runs:
@@ -116,7 +110,7 @@ def _on_setting_changed(core: Core, event: SettingChanged) -> None:
         before_s = state.limits.deadline_timeout_s
         state.change(changed_limits(state.limits, setting, value))
         if setting.startswith("timeouts."):
-            mark_all(state)
+            give_all_full_time(state)
         elif setting == "durability.drain_s":
             departures.limit_drain(core)
         elif setting == "rollout.give_up_s":
@@ -144,8 +138,8 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     StateLeft: groups.on_state_left,
     StateFailed: groups.on_state_failed,
     ProcessUp: processes.on_up,
-    ProcessLost: _on_process_lost,
-    ProcessProbed: time_limits.on_probed,
+    ProcessLost: processes.on_lost,
+    OrderOverdue: time_limits.on_overdue,
     ProcessWaits: processes.on_waits,
     CallsMeasured: processes.on_calls_measured,
     CacheMeasured: groups.on_cache_measured,
@@ -179,7 +173,6 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
 
 TIMERS: Mapping[str, Callable[[Core], None]] = {
     DEADLINE: steps.act_on_stragglers,
-    LIMIT: time_limits.check_limits,
     DRAIN: departures.on_drain_timer,
     GIVE_UP: lambda core: None,  # once it is no longer set, the run may end
     FILL: lifetimes.continue_launch,
@@ -203,7 +196,6 @@ REACTIONS: Sequence[Callable[[Core], None]] = (
     *STARTS_WORK,
     ending.finish_or_require_progress,
     groups.order_discards,
-    time_limits.set_limit_check,
 )
 """The reactions to the facts of a tick, in this order, until the run is over."""
 
@@ -279,8 +271,7 @@ class Scheduler:
         if processes.is_repeated(core, event) or not state.orders.match(event):
             state.orders.stale_echoes += 1
             return
-        if state.limit_check.least:
-            note_matched(state, event, state.orders.matched[event.id])
+        note_matched(state, event, state.orders.matched[event.id])
         if type(event) not in GROUP_EVENTS:
             state.changed = True
         HANDLERS[type(event)](core, event)

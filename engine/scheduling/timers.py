@@ -32,7 +32,6 @@ def cancel_timer(core: Core, name: str) -> None:
     state = core.state
     order = state.orders.find("timer", name)
     if order is not None:
-        state.limit_check.advance(order, state.now)
         state.orders.add(CancelTimer(name=name, timer=order.number))
 
 
@@ -45,5 +44,4 @@ def start_rest_at_once(core: Core) -> None:
 def on_timer_fired(core: Core, event: TimerFired) -> None:
     """Note that a timer has fired. It is acted on once all events of the tick are known."""
     (order,) = core.state.orders.matched[event.id]
-    core.state.limit_check.advance(order, core.state.now)
     core.fired[order.id] = event

@@ -54,6 +54,8 @@ class RunLedger:
             self.books.learn(event)
             for stop in stops:
                 if stop.cause == event.id:
+                    if isinstance(event, e.OrderOverdue):
+                        self.stops_only_what_is_late(event)
                     self.books.enter(stop)
         for command in sorted((command for command in commands if command not in stops), key=_turn):
             for law in LAWS.get(type(command), ()):
@@ -262,14 +264,15 @@ class RunLedger:
 
     # processes and checkpoints
 
-    def probes_only_what_is_late(self, command: c.ProbeProcess) -> None:
-        """The trainer or a scorer is asked whether it hangs only if one of its orders exceeded its time limit."""
-        order = self.books.timed.get(command.order)
-        if order is None or ", " in command.chain:
+    def stops_only_what_is_late(self, event: e.OrderOverdue) -> None:
+        """A process is stopped only if an order of the trainer or a scorer exceeded its time limit, as far as the books
+        time it."""
+        order = self.books.timed.get(event.order)
+        if order is None:
             return
-        took_s = self.books.now - order.mark
-        late = self._is_late(order.kind, took_s, self.books.now - order.given_at)
-        self._expect(late, f"an order counts as overdue after {took_s:g} s", command)
+        took_s = event.at - order.mark
+        late = self._is_late(order.kind, took_s, event.at - order.given_at)
+        self._expect(late, f"an order counts as overdue after {took_s:g} s", event)
 
     def begins_where_no_step_is_lost(self, command: c.StartProcess) -> None:
         """A trainer begins at the newest checkpoint and repeats the later steps from batches that were kept, or with
@@ -392,7 +395,6 @@ LAWS: dict[type[c.Command], tuple[Law, ...]] = {
     c.PauseReplica: (RunLedger.pauses_as_configured,),
     c.RetireWeights: (RunLedger.retires_what_is_unused,),
     c.DeleteCheckpoint: (RunLedger.deletes_what_is_not_kept,),
-    c.ProbeProcess: (RunLedger.probes_only_what_is_late,),
     c.StartProcess: (
         RunLedger.begins_where_no_step_is_lost, RunLedger.waits_after_a_failed_start, RunLedger.works_in_a_free_pool,
     ),

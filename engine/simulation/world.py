@@ -28,6 +28,7 @@ from engine.runtime.local.local_processes import LocalStores, LocalTrajectories,
 from engine.runtime.process_port import Found, source_of
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.runtime.supervisor import Supervisor
+from engine.runtime.watchdog import Watchdog
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_checks import Finding, Judge
 from engine.simulation.run_settings import Faults, Setting
@@ -158,6 +159,7 @@ class World:
             post=self._post_unless_it_hangs,
             finish=lambda command: None,
         )
+        self.watchdog = Watchdog(state, self.now, self.supervisor.probe, self.deliver, self.supervisor.spawn)
 
     def _plan(self) -> Plan:
         setting, limits = self.setting, self.setting.limits
@@ -265,6 +267,7 @@ class World:
             with _warnings_off():
                 self._step()  # so that every task has begun: otherwise a coroutine that it awaits is never awaited
                 self.executor.close()
+                self.watchdog.close()
                 self.supervisor.stop_watching()
                 self._loop.run_until_complete(_cancel_others())
         except Deadlock as error:
@@ -358,6 +361,7 @@ class World:
         """Take the trainer's metrics of a step."""
 
     def _observe(self, tick: Tick) -> None:
+        self.watchdog.observe(tick)
         if self.driver.events_handled > self._max_events:
             raise Finding(f"liveness: still running after {self._max_events} events; {self._where()}")
         if self.check:
@@ -378,6 +382,7 @@ class World:
         """Replace the scheduler's process, which loses its timers and draws. The new one has `scheduler`, or the state
         of the old one. It takes over the processes and sends the open orders again, `times` times."""
         self.executor.close()
+        self.watchdog.close()
         self.supervisor.stop_watching()
         self.scheduler = self.driver.scheduler = scheduler or self.scheduler
         alive = {

@@ -137,7 +137,7 @@ class Group:
 
     @property
     def exceeded(self) -> int:
-        """The name that all records with such a count have (`work_times.CountsExceeded`)."""
+        """The name that all records with such a count have (`order_times.CountsExceeded`)."""
         return self.rare.exceeded
 
     @exceeded.setter

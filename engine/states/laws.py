@@ -14,7 +14,7 @@ from engine.states.group import Group
 from engine.states.ledger import STARTED
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.machine import Phase
-from engine.states.orders import LIMIT, stage_owner
+from engine.states.orders import stage_owner
 from engine.states.pool import ROLLOUT
 from engine.states.process import POOL_TAKEN
 from engine.states.state import State
@@ -163,26 +163,12 @@ def check_orders(state: State) -> None:
     if state.ending.outcome is not None:
         require(not len(state.orders), "law 10: the run is over and orders are open", open=len(state.orders))
         return
-    _check_limit_check(state)
     _check_orders_of_groups(state)
     _check_orders_of_steps(state)
     _check_inspections(state)
     _check_orders_of_validations(state)
     _check_owners(state)
     _check_syncs(state)
-
-
-def _check_limit_check(state: State) -> None:
-    """While a group runs that has a time limit, a timer for the check of time limits is set."""
-    orders, replicas = state.orders, state.replicas.by_id
-    if "group" in state.limit_check.least and orders.find("timer", LIMIT) is None:
-        bounded = state.limits.timeouts.max_s is not None  # an order that stands still, too
-        timed = [
-            order.number
-            for order in orders.open["group"].values()
-            if bounded or replicas[int(order.owner)].state == "ready"
-        ]
-        require(not timed, "law 10: no check looks at orders with a time limit", orders=timed)
 
 
 def _check_orders_of_groups(state: State) -> None:
@@ -222,7 +208,7 @@ def _check_owners(state: State) -> None:
         command: Any = order.command
         number = getattr(command, "number", order.number)
         require(number == order.number, "law 10: a command has another number than its order", order=order.number)
-        if isinstance(order.owner, int) and order.subject not in ("start", "stop", "probe"):
+        if isinstance(order.owner, int) and order.subject not in ("start", "stop"):
             replica = state.replicas.by_id[order.owner]
             lost = replica.state == "down" or replica.incarnation != command.incarnation
             require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)

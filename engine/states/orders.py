@@ -31,7 +31,6 @@ from engine.commands import (
     MeasureRows,
     ParkGroup,
     PauseReplica,
-    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     ResumeReplica,
@@ -58,10 +57,10 @@ from engine.events import (
     GroupGenerated,
     InspectionFailed,
     OrderDone,
+    OrderOverdue,
     OrderProgressed,
     PrefixStored,
     ProcessLost,
-    ProcessProbed,
     ProcessUp,
     ProcessWaits,
     PromptsDrawn,
@@ -91,14 +90,16 @@ DATA_SOURCE, TIMERS = "data source", "timers"
 # the names of timers
 DEADLINE = "deadline policy"
 """Fires when stragglers have kept a batch from forming for long enough."""
-LIMIT = "limit check"
-"""Fires every so often while an order with a time limit is open: see `scheduling/time_limits.py`."""
 GIVE_UP = "give up"
 """Set while no replica is left and none is coming."""
 DRAIN = "drain"
 """Fires when a drain has taken too long: the run then stops as it is."""
 FILL = "start the rest"
 """Set while more may be started than one tick may start: the rest follow when it fires, at once."""
+TOTAL = "timeouts.max_s"
+"""The setting that limits an order from when it was given, whatever its kind."""
+SLACK_S = 0.001
+"""Sums of times are no more exact than that."""
 SCORER_OF = "scorer of "
 """The owner of a scoring task that a process of its own executes is this and the task."""
 
@@ -121,6 +122,8 @@ class Relation:
     """Events that need the open order and leave it open."""
     limit: str
     """The kind of its time limit, `timeouts.<kind>_s`; empty: it has none."""
+    blames_process: bool = True
+    """Whether its process may be stopped if it exceeds its limit: the watchdog then asks whom the process waits for."""
     stands_still: bool = True
     """Its time stands still while its process cannot work. False for orders that mostly change the process itself."""
     withdraws: tuple[str, ...] = ()
@@ -136,14 +139,16 @@ _PROCESS = ("kind", "index")
 _PROGRESS = (OrderProgressed,)
 _GROUP = Relation(
     subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA), limit="group",
+    blames_process=False,
     answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored, OrderProgressed),
 )  # fmt: skip
 
 
-def _cut(subject: str, limit: str) -> Relation:
+def _cut(subject: str, limit: str, *, blames_process: bool) -> Relation:
     """A running group is cut short: whatever ends its attempt answers."""
     return Relation(
         subject=subject, id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA), limit=limit,
+        blames_process=blames_process,
         answers=(GroupGenerated, GroupAborted, GroupFailed),
     )  # fmt: skip
 
@@ -163,12 +168,13 @@ def _acknowledged(subject: str, id: tuple[str, ...], owner: str, limit: str, **m
 
 RELATIONS: dict[type[Command], Relation] = {
     DrawPrompts: Relation(
-        subject="draw", id=(), owner=DATA_SOURCE, echo=("number",), answers=(PromptsDrawn, DrawFailed), limit="draw"
+        subject="draw", id=(), owner=DATA_SOURCE, echo=("number",), answers=(PromptsDrawn, DrawFailed), limit="draw",
+        blames_process=False,
     ),
     StartGroup: _GROUP,
     ResumeGroup: _GROUP,
-    TruncateGroup: _cut("truncate", "group"),
-    ParkGroup: _cut("park", "cut"),
+    TruncateGroup: _cut("truncate", "group", blames_process=False),
+    ParkGroup: _cut("park", "cut", blames_process=True),
     AbortGroup: _acknowledged("abort", ("group",), "replica", "cut", withdraws=("group", "truncate", "park")),
     DiscardGroups: _acknowledged("discard", ("number",), TRAJECTORY_STORE, "store"),
     StageWeights: _sync(WeightsStaged),
@@ -179,9 +185,7 @@ RELATIONS: dict[type[Command], Relation] = {
                            stands_still=False,
                            answers=(ProcessUp, ProcessLost), reports=(ProcessWaits, OrderProgressed)),
     StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
-                          stands_still=False, answers=(ProcessLost,)),
-    ProbeProcess: Relation(subject="probe", id=("order",), owner="kind", echo=("incarnation", *_PROCESS), limit="cut",
-                           stands_still=False, answers=(ProcessProbed, ProcessLost)),
+                          blames_process=False, stands_still=False, answers=(ProcessLost,)),
     RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE, "store"),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
                          answers=(BatchScored, StepFailed), reports=_PROGRESS, limit="score"),
@@ -194,7 +198,7 @@ RELATIONS: dict[type[Command], Relation] = {
     DeleteCheckpoint: _acknowledged("delete", ("steps",), TRAINER, "store"),
     SetTimer: Relation(subject="timer", id=("name",), owner=TIMERS, echo=("timer",), answers=(TimerFired,), limit=""),
     MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
-                          answers=(RowsMeasured, RowsFailed), reports=_PROGRESS, limit="rows"),
+                          answers=(RowsMeasured, RowsFailed), reports=_PROGRESS, limit="rows", blames_process=False),
     StopMeasuring: _acknowledged("stop rows", ("replica",), "replica", "cut"),
     EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
                          answers=(StateLeft, StateFailed), limit="stage"),
@@ -214,7 +218,7 @@ FAILURES: frozenset[type[Event]] = frozenset((
 ))  # fmt: skip
 """Answers that do not say that the order was carried out."""
 
-NUMBERED = (OrderDone, OrderProgressed)
+NUMBERED = (OrderDone, OrderProgressed, OrderOverdue)
 """Events that name their orders by number."""
 
 UNSOLICITED: tuple[type[Event], ...] = (ProcessUp, ProcessLost)
@@ -246,24 +250,23 @@ def works_in_order(owner: Owner) -> bool:
 
 
 class Order:
-    """One open order. `at`: time it was given, in seconds since the run began. `mark`: the work time of its owner when
-    it was given or last progressed (`scheduling/work_times.py`). `overdue`: it exceeded its limit, and that was acted
-    on. `finished`: trajectories of a running group that have ended, by the newest report. What else is known of it
-    follows from its command."""
+    """One open order. `at`: time it was given, in seconds since the run began. `since`: time it was given, or last got
+    its full time. `overdue`: it exceeded its limit, and that was acted on. `finished`: trajectories of a running group
+    that have ended, by the newest report. What else is known of it follows from its command."""
 
     number: int
     at: float
-    mark: float
+    since: float
     overdue: bool
     finished: int
     command: Command
-    __slots__ = ("at", "command", "finished", "mark", "number", "overdue", "owner")
+    __slots__ = ("at", "command", "finished", "number", "overdue", "owner", "since")
 
     def __init__(self, number: int, owner: Owner, command: Command, at: float) -> None:
         self.number = number
         self.owner = owner
         self.command = command
-        self.at = self.mark = at
+        self.at = self.since = at
         self.overdue = False
         self.finished = 0
 
@@ -457,8 +460,10 @@ class OrderBook:
         self.matched[event.id] = matched
         return True
 
-    def _match_numbers(self, event: OrderDone | OrderProgressed) -> tuple[Order, ...]:
+    def _match_numbers(self, event: OrderDone | OrderProgressed | OrderOverdue) -> tuple[Order, ...]:
         """For an event that names orders by their numbers."""
+        if isinstance(event, OrderOverdue):
+            return self._match_overdue(event)
         numbers = event.orders if isinstance(event, OrderDone) else (event.order,)
         named = [self.by_number[number] for number in dict.fromkeys(numbers) if number in self.by_number]
         matched = tuple(order for order in named if RELATIONS[type(order.command)].knows(type(event)))
@@ -466,6 +471,14 @@ class OrderBook:
             for order in matched:
                 self._close(order)
         return matched
+
+    def _match_overdue(self, event: OrderOverdue) -> tuple[Order, ...]:
+        """The order, if it was open and without progress for as long as an event says."""
+        order = self.by_number.get(event.order)
+        if order is None or order.overdue or order.subject not in KINDS_OF_SUBJECTS:
+            return ()
+        began = order.at if event.setting == TOTAL else order.since
+        return (order,) if event.at - began >= event.took_s - SLACK_S else ()
 
     def _withdraw_for(self, command: Command) -> None:
         if isinstance(command, CancelTimer):

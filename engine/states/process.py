@@ -68,28 +68,10 @@ class Process:
     """Why the cluster or its pool has no room to start it; empty if there is room."""
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
-    still: float = 0.0
-    """Seconds in which it could not work, of the clock of the limit check; without the present standstill."""
-    still_since: float = 0.0
-    """Since when it cannot work; -1: it can."""
-    answered: int = 0
-    """Kinds of which it has answered an order since it started: a sum of `timeouts.BITS`."""
-    last_answer: float = -1.0
-    """Its work time at its last answer, if it does the work of added states; -1: none."""
+    answered_at: float = -1.0
+    """Time of its last answer, if it does the work of added states; -1: none since it came up."""
     calls: dict[str, FunctionCalls] = field(default_factory=dict)
     """Its calls of the user's functions, by the function's name in messages; those of its newest life."""
-
-    def note_work(self, works: bool, clock: float) -> None:
-        """It can work from now on, or cannot."""
-        if works and self.still_since >= 0:
-            self.still += clock - self.still_since
-            self.still_since = -1.0
-        elif not works and self.still_since < 0:
-            self.still_since = clock
-
-    def work_time(self, clock: float) -> float:
-        """Seconds in which it could work."""
-        return (self.still_since if self.still_since >= 0 else clock) - self.still
 
     def address(self) -> dict[str, Any]:
         """What every order about its present life carries."""

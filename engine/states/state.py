@@ -13,7 +13,6 @@ from engine.states.checkpoints import Checkpoints
 from engine.states.ending import Ending
 from engine.states.group import Group
 from engine.states.groups import Groups
-from engine.states.limit_check import LimitCheck
 from engine.states.limits import PUBLISHING, SCORING, Limits
 from engine.states.machine import Moves, Observer, SharedMachine, entered
 from engine.states.orders import OrderBook, Owner, owner_of, stage_owner
@@ -61,7 +60,6 @@ class State:
     pools: Pools
     checkpoints: Checkpoints
     validations: Validations
-    limit_check: LimitCheck
     policies: PolicyNotes
     ending: Ending
 
@@ -89,7 +87,6 @@ class State:
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
         self.groups = Groups(limits, self.orders, self.training, self.checkpoints, self.moves, observe)
         self.validations = Validations(self.replicas, self.orders, self._validation_machine)
-        self.limit_check = LimitCheck(limits.timeouts, self.orders)
         self.policies, self.ending = PolicyNotes(), Ending()
         self.fire_version(self.training.versions[0], "live")
 
@@ -103,12 +100,10 @@ class State:
         self.replicas.rebuild()
         self.groups.rebuild(self.limits.surplus)
         self.validations.rebuild()
-        self.limit_check.use(self.limits.timeouts)
 
     def change(self, limits: Limits) -> None:
         """Use other bounds from now on."""
         self.limits = limits
-        self.limit_check.use(limits.timeouts)
         self.groups.use(limits)
 
     def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:
@@ -214,17 +209,13 @@ class State:
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
         self._replica_machine.fire(replica, trigger)
-        waits = replica.state == "pausing" and self.limits.sync_mode == "wait"
-        replica.process.note_work(replica.state == "ready" or waits, self.limit_check.read(self.now))
         self.replicas.update(replica)
         self.replicas.compare_pace(replica)
 
     def fire_process(self, process: Process, trigger: str) -> None:
         self._process_machine.fire(process, trigger)
-        if process.kind != REPLICA_KIND:
-            process.note_work(process.state == "up", self.limit_check.read(self.now))
         if process.state == "up":
-            process.answered, process.last_answer = 0, -1.0
+            process.answered_at = -1.0
 
     # processes
 

@@ -1,6 +1,6 @@
 """The time limits of orders, by kind: `Limits.timeouts`. Each is a number of seconds, `auto`, or None for no limit.
 
-`RELATIONS` says which kind an order is of. `scheduling/work_times.py` measures how long orders have taken,
+`RELATIONS` says which kind an order is of. `runtime/watchdog.py` measures how long orders have taken,
 `scheduling/time_limits.py` acts on those that exceed their limit. Here are the settings and the rule for `auto`.
 """
 
@@ -34,8 +34,6 @@ TIMES_FLOOR = 6
 REPORTS_IN_LIMIT = 10
 """How many reports of progress fit into the shortest time limit of an order."""
 MOST_S = 1_000_000.0
-BITS = {kind: 1 << index for index, kind in enumerate((*KINDS, CUT))}
-"""By kind, its place in a sum of kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +104,14 @@ class Timeouts:
             floor = max(floor, SLOW_FLOOR_S)
         return max([floor, *(2 * limit_s for of, limit_s in self.process_limits if of == kind)])
 
-    def limit(self, kind: str, longest: float | None, *, fresh: bool) -> float | None:
-        """The limit of one order in seconds; None: it has none.
-
-        Args: `longest`: the longest answered order of the kind, None if none was answered. `fresh`: the process has not
-        answered an order of this kind since it started.
-        """
+    def limit(self, kind: str, longest: float | None) -> float | None:
+        """The limit of one order in seconds; None: it has none. `longest`: the longest time to an answer or to progress
+        of the kind; None: it is not known yet."""
         given = self.given(kind)
         if given != AUTO:
             return given
         floor = self.floor(kind)
-        learned = floor if longest is None else max(floor, TIMES_LONGEST * longest)
-        return max(TIMES_FLOOR * floor, learned) if fresh or longest is None else learned
+        return TIMES_FLOOR * floor if longest is None else max(floor, TIMES_LONGEST * longest)
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Timeouts":

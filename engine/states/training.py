@@ -30,6 +30,8 @@ class Training:
     its schedule. The steps trained so far come last."""
     publishing_attempt: int = 0
     publish_failures: int = 0
+    exceeded: int = 0
+    """How often publications exceeded their time limit since one was answered."""
 
     def __init__(self) -> None:
         self.steps, self.setbacks, self.versions, self.steps_in, self.updates_in = {}, {}, {}, {}, {0: 0}

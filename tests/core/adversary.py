@@ -18,7 +18,6 @@ from engine.commands import (
     EnterState,
     FinishRun,
     InspectStep,
-    ProbeProcess,
     PublishWeights,
     RetireWeights,
     SaveCheckpoint,
@@ -33,7 +32,6 @@ from engine.events import (
     Event,
     OrderDone,
     ProcessLost,
-    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
     RunStarted,
@@ -46,9 +44,11 @@ from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder, Recorder
 from engine.record.recovery import Recovered, recover
 from engine.runtime.driver import Driver
+from engine.runtime.order_times import NEVER, OrderTimes
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_checks import Judge
 from engine.states.limits import Limits
+from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from tests.core.agents import SimReplica, SimStore, SimTrainer, inspection_answer, state_answer
 from tests.core.core_rig import CoreRig
@@ -84,6 +84,7 @@ class Adversary(CoreRig):
         self.store = SimStore(lambda group: 1 + group * 7 % 5)
         self.judge = Judge(limits, policies, self.store)
         self.scheduler = Scheduler(limits, policies, observe=self.judge.changed)
+        self.times = OrderTimes(self.scheduler.state)
         header = Header(run="adversary", limits=limits.to_plain(), policies=dict(policies.names))
         self.recorder: Any = self.new_record(header)
         self.snapshot_every = snapshot_every
@@ -104,8 +105,6 @@ class Adversary(CoreRig):
         """When each timer is to fire."""
         self.judged: list[EnterState | InspectStep] = []
         """Work of added states in progress; it may end in any order."""
-        self.probes: list[ProbeProcess] = []
-        """A probed process may say that it waits for any process, or say nothing."""
         self.done: list[int] = []
         """Orders that only had to arrive and did. Their answers may come late, in any order, together or one by one."""
         self.past: list[Event] = []
@@ -126,6 +125,7 @@ class Adversary(CoreRig):
         return self.time
 
     def _observe(self, tick: Tick) -> None:
+        self.times.note(tick.events, tick.at)
         self.judge_tick(tick)
         self.check_tick(tick.events, tick.commands)
 
@@ -175,8 +175,6 @@ class Adversary(CoreRig):
                     self.trainer.take(command)
                 case StopProcess():
                     self._stop(command)
-                case ProbeProcess():
-                    self.probes.append(command)
                 case StartProcess():
                     self._start(command)
                 case DiscardGroups():
@@ -307,6 +305,7 @@ class Adversary(CoreRig):
         judging = True
         self.go_on(recovered)
         self.scheduler = recovered.scheduler
+        self.times = OrderTimes(self.state)
         self.driver = Driver(
             self.scheduler, self, self.recorder, self, self._observe, recovered.events, self.snapshot_every
         )
@@ -323,7 +322,6 @@ class Adversary(CoreRig):
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
-        self.probes.clear()
         self.done.clear()
         self.arriving.clear()
         if kept:
@@ -382,7 +380,7 @@ class Adversary(CoreRig):
 
     def unanswered(self) -> list[list[Any]]:
         """Orders whose answer may be lost."""
-        return [orders for orders in (self.draws, self.judged, self.probes, self.done) if orders]
+        return [orders for orders in (self.draws, self.judged, self.done) if orders]
 
     def say_done(self, first: int, count: int) -> None:
         """Some of the orders that arrived are reported done, from any of them on; the last comes first."""
@@ -390,11 +388,20 @@ class Adversary(CoreRig):
         reported, self.done[first : first + count] = self.done[first : first + count], []
         self.deliver(OrderDone(orders=tuple(reversed(reported))))
 
-    def answer(self, index: int, waits_for: str = "") -> None:
-        """A process answers a probe."""
-        probe = self.probes.pop(index % len(self.probes))
-        who = {"kind": probe.kind, "index": probe.index, "incarnation": probe.incarnation}
-        self._post(2000)(ProcessProbed(**who, order=probe.order, waits_for=waits_for))
+    def find_overdue(self, waits_for: tuple[str, ...] = (), answered: bool = True) -> None:
+        """Time passes until an order may be overdue. The owner of one that is waits for these processes, of which the
+        last gives a sign of life or not."""
+        self.time = max(self.time, self.times.look_at)
+        for one in self.times.overdue(self.time):
+            owner = self.state.process_of(one.order.owner)
+            asked = owner is not None and RELATIONS[type(one.order.command)].blames_process
+            chain = (owner.id, *waits_for) if owner is not None and asked else ()
+            self.deliver(one.event(chain, answered or not asked))
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether an open order runs towards a limit."""
+        return self.times.look_at < NEVER
 
     def in_added_states(self) -> range:
         """Work of added states that may end, by its index: their process is up."""
@@ -475,9 +482,6 @@ class Adversary(CoreRig):
         if self.in_added_states():
             self.leave(0)
             acted = True
-        if self.probes:
-            self.answer(0)
-            acted = True
         if self.done:
             self.say_done(0, len(self.done))
             acted = True
@@ -490,5 +494,8 @@ class Adversary(CoreRig):
             acted = True
         if not acted and self.timers:
             self.fire(in_time=True)
+            acted = True
+        if not acted and self.is_timed:
+            self.find_overdue()
             acted = True
         return acted

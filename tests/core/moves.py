@@ -364,13 +364,14 @@ def hang_worker(world: Adversary, worker: Any, choose: Choices) -> None:
 
 @move(0.2, lambda world: world.unanswered() if all_limited(world) else ())
 def lose_order(world: Adversary, orders: list[Any], choose: Choices) -> None:
-    """An order to the data source, to an added state or to a store, or a probe, is never answered."""
+    """An order to the data source, to an added state or to a store is never answered."""
     orders.pop(0)
 
 
-@move(1, lambda world: range(len(world.probes)))
-def answer_probe(world: Adversary, index: int, choose: Choices) -> None:
-    world.answer(index, choose.choice(["", "trainer", "scorer 0", "weights store", "nobody"]))
+@move(1, once(lambda world: goes_on(world) and world.is_timed))
+def find_overdue(world: Adversary, _: None, choose: Choices) -> None:
+    waits_for = choose.choice([(), ("trainer",), ("scorer 0",), ("trainer", "weights store"), ("nobody",)])
+    world.find_overdue(waits_for, choose.choice([True, True, False]))
 
 
 @move(0.1, once(goes_on))

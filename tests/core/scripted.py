@@ -7,7 +7,6 @@ from engine.commands import (
     CancelTimer,
     Command,
     DrawPrompts,
-    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     SetTimer,
@@ -20,9 +19,9 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    OrderOverdue,
     OrderProgressed,
     PrefixStored,
-    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
     ReplicaPaused,
@@ -36,9 +35,11 @@ from engine.events import (
     stamp,
 )
 from engine.policies import PolicySet
+from engine.runtime.order_times import NEVER, OrderTimes, OverdueOrder
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_ledger import RunLedger
 from engine.states.limits import Limits
+from engine.states.orders import RELATIONS
 from engine.states.replica import Replica
 from engine.states.timeouts import Timeouts
 from tests.core.core_rig import CoreRig
@@ -59,7 +60,6 @@ class Scripted(CoreRig):
         prompts: int = 1000,
         policies: dict[str, str] | None = None,
         answers_draws: bool = True,
-        answers_probes: bool = True,
         **limits,
     ) -> None:  # type: ignore[no-untyped-def]
         limits = {"timeouts": Timeouts.every(None), **limits}
@@ -68,7 +68,12 @@ class Scripted(CoreRig):
         self.ledger = RunLedger(self.scheduler.limits, chosen.names)
         self.reacts_again = not policies
         self.prompts = prompts
-        self.answers_draws, self.answers_probes = answers_draws, answers_probes
+        self.answers_draws = answers_draws
+        self.times = OrderTimes(self.state)
+        self.waits: dict[str, str] = {}
+        """What a process that is asked waits for; those without an entry wait for nothing."""
+        self.silent: set[str] = set()
+        """Processes that give no sign of life."""
         self.events = 0
         self.clock = 0.0
         self.timers: dict[int, float] = {}
@@ -90,6 +95,7 @@ class Scripted(CoreRig):
         elif isinstance(event, TimerFired):
             self.timers.pop(event.timer, None)
         new = list(self.scheduler.tick((event,)))
+        self.times.note((event,), self.clock)
         self.ledger.observe((event,), new)
         self.check_tick((event,), new)
         self.orders += new
@@ -103,8 +109,6 @@ class Scripted(CoreRig):
                 count = min(command.count, self.prompts - first)
                 last = first + count == self.prompts
                 new += self.tell(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
-            if isinstance(command, ProbeProcess) and self.answers_probes:
-                new += self.probed(command)
         return new
 
     def tell_together(self, *facts: Event) -> list[Command]:
@@ -113,15 +117,34 @@ class Scripted(CoreRig):
             stamp(fact, self.events, self.clock)
             self.events += 1
         new = list(self.scheduler.tick(facts))
+        self.times.note(facts, self.clock)
         self.ledger.observe(facts, new)
         self.check_tick(facts, new)
         self.orders += new
         return new
 
-    def probed(self, probe: ProbeProcess, waits_for: str = "") -> list[Command]:
-        """A process answers at once."""
-        who = {"kind": probe.kind, "index": probe.index, "incarnation": probe.incarnation}
-        return self.tell(ProcessProbed(**who, order=probe.order, waits_for=waits_for), at=self.clock)
+    def look(self) -> list[Command]:
+        """The watchdog looks for overdue orders, and reports them. Returns what was ordered."""
+        new: list[Command] = []
+        for one in self.times.overdue(self.clock):
+            if one.order.number in self.state.orders.by_number and self.state.ending.outcome is None:
+                new += self.tell(self.overdue(one), at=self.clock)
+        return new
+
+    def overdue(self, one: OverdueOrder) -> OrderOverdue:
+        """The report about an overdue order, with the chain of processes that wait for one another."""
+        owner, chain, answered = self.state.process_of(one.order.owner), list[str](), True
+        if owner is not None and RELATIONS[type(one.order.command)].blames_process:
+            chain = [owner.id]
+            while answered and chain[-1] not in chain[:-1]:
+                awaited = self.state.processes.get(self.waits.get(chain[-1], ""))
+                answered = chain[-1] not in self.silent
+                if not answered or awaited is None:
+                    break
+                chain.append(awaited.id)
+                if awaited.state != "up":
+                    break
+        return one.event(tuple(chain), answered)
 
     def ordered(self, kind: type[Kind]) -> list[Kind]:
         return [command for command in self.orders if isinstance(command, kind)]
@@ -221,11 +244,19 @@ class Scripted(CoreRig):
         return self.tell(TimerFired(timer=timer.timer), at=self.clock + timer.delay_s)
 
     def wait(self, seconds: float) -> list[Command]:
-        """Nothing happens for so long but that timers fire when they are due. Returns what was ordered."""
-        until, new = self.clock + seconds, []
-        while self.timers and min(self.timers.values()) <= until:
-            timer = min(self.timers, key=self.timers.__getitem__)
-            new += self.tell(TimerFired(timer=timer), at=max(self.clock, self.timers[timer]))
+        """Nothing happens for so long but that timers fire and the watchdog looks, when they are due. Returns what was
+        ordered."""
+        until, new = self.clock + seconds, list[Command]()
+        while self.state.ending.outcome is None:
+            timer = min(self.timers, key=self.timers.__getitem__, default=-1)
+            due, look_at = self.timers.get(timer, NEVER), self.times.look_at
+            if min(due, look_at) > until:
+                break
+            if due <= look_at:
+                new += self.tell(TimerFired(timer=timer), at=max(self.clock, due))
+            else:
+                self.clock = max(self.clock, look_at)
+                new += self.look()
         self.clock = until
         return new
 

@@ -13,9 +13,7 @@ from engine.states.group import Group
 from engine.states.laws import check_all, check_batch, check_pools, check_tick
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
 from engine.states.limits import Pool
-from engine.states.orders import LIMIT
 from engine.states.state import State
-from engine.states.timeouts import Timeouts
 from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 
@@ -112,27 +110,6 @@ def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law:
     broken(state)
     with pytest.raises(InvariantViolated, match=law):
         check_all(state)
-
-
-def test_orders_with_a_limit_that_no_check_looks_at_are_found() -> None:
-    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, timeouts=Timeouts())
-    check_all(run.state)
-    run.state.orders.withdraw("timer", LIMIT)
-    with pytest.raises(InvariantViolated, match="law 10: no check looks at orders with a time limit"):
-        check_all(run.state)
-
-
-def test_with_max_s_orders_that_stand_still_and_that_no_check_looks_at_are_found() -> None:
-    for max_s, found in (
-        (60.0, "law 10: no check looks at orders"),
-        (None, "law 10: a replica and its order disagree"),
-    ):
-        limits = Timeouts(max_s=max_s)
-        run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, timeouts=limits)
-        run.state.orders.withdraw("timer", LIMIT)
-        run.state.fire_replica(run.state.replicas.by_id[0], "pause")
-        with pytest.raises(InvariantViolated, match=found):
-            check_all(run.state)
 
 
 def test_an_added_state_works_on_as_many_groups_as_it_may() -> None:

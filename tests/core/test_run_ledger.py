@@ -17,7 +17,6 @@ from engine.commands import (
     InspectStep,
     ParkGroup,
     PauseReplica,
-    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     RetireWeights,
@@ -37,9 +36,9 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    OrderOverdue,
     OrderProgressed,
     ProcessLost,
-    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
     PublishFailed,
@@ -336,9 +335,9 @@ def test_a_trainer_counts_as_overdue_only_after_its_time_limit_since_it_progress
     train = TrainStep(step=0, attempt=1, groups=(0,), staleness=(0,), number=8, cause=0)
     generated = GroupGenerated(**GROUP, **TOKENS, trainable=2, reward_mean=0.5, reward_spread=1.0)
     begin = [(0.0, TIMER, (START,)), (1.0, generated, (train,))]
-    who = {"kind": "trainer", "index": 0, "incarnation": 1}
-    probe = ProbeProcess(**who, order=8, reason="it took too long", chain="trainer", cause=0)
-    late, progress = (30.0, TIMER, (probe,)), (30.0, OrderProgressed(order=8), ())
+    overdue = OrderOverdue(order=8, took_s=60.0, limit_s=60.0, setting="timeouts.train_s", chain=("trainer",))
+    stop = StopProcess(kind="trainer", index=0, incarnation=1, reason="it took too long", hung=True, cause=7)
+    late, progress = (30.0, overdue, (stop,)), (30.0, OrderProgressed(order=8), ())
     by_hand(*begin, (30.0, TIMER, ()), late)
     by_hand(*begin, progress, late, timeouts=Timeouts.every(60.0, max_s=60.0))
     by_hand(*begin, (30.0, OrderProgressed(order=9), ()), late)
@@ -416,14 +415,14 @@ def test_a_batch_is_inspected_whatever_weights_a_replica_has_that_leaves() -> No
 
 
 def test_what_a_replica_reports_behind_the_fact_that_stopped_it_is_stale() -> None:
-    probed = ProcessProbed(kind="replica", index=0, incarnation=1, order=5, waits_for="")
+    overdue = OrderOverdue(order=5, took_s=60.0, limit_s=60.0, setting="timeouts.cut_s")
     stop = StopProcess(kind="replica", index=0, incarnation=1, reason="hung", hung=True)
     again = StartGroup(**RESUMED, number=9, cause=0)
-    for facts, starts in (((probed, generated(0)), True), ((generated(0), probed), False)):
+    for facts, starts in (((overdue, generated(0)), True), ((generated(0), overdue), False)):
         ledger = by_hand((0.0, TIMER, (START,)))
         for at, fact in enumerate(facts, start=5):
             stamp(fact, at, 1.0)
-        ledger.observe(facts, (replace(stop, cause=probed.id),))
+        ledger.observe(facts, (replace(stop, cause=overdue.id),))
         if starts:
             ledger.observe((TIMER,), (again,))
         else:

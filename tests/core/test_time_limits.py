@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from engine.commands import (
     FinishRun,
     ParkGroup,
     PauseReplica,
-    ProbeProcess,
     ResumeGroup,
     RetireWeights,
-    SetTimer,
     StartProcess,
     StopMeasuring,
     StopProcess,
@@ -45,13 +42,12 @@ from engine.events import (
     SettingChanged,
     StateLeft,
     StepFailed,
-    TimerFired,
     WeightsInstalled,
     WeightsStaged,
 )
-from engine.scheduling.work_times import limit_of, time_taken
+from engine.runtime.order_times import NEVER, OrderTimes
 from engine.states.limits import Limits, Pool, ValidationLimits
-from engine.states.orders import LIMIT
+from engine.states.order_times import limit_of
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
@@ -71,30 +67,25 @@ def small(timeouts: Timeouts, **others: Any) -> Scripted:
 
 
 def wait(run: Scripted, until: float) -> list[Command]:
-    """Let time pass: the limit check is made when it is due. Returns what was ordered."""
+    """Let time pass: the watchdog looks when an order may be overdue. Returns what was ordered."""
     ordered: list[Command] = []
-    while run.state.ending.outcome is None and (due := next_check(run)) <= until:
-        ordered += run.tell(TimerFired(timer=run.state.orders.find("timer", LIMIT).number), at=max(due, run.clock))  # type: ignore[union-attr]
+    while run.state.ending.outcome is None and run.times.look_at <= until:
+        run.clock = max(run.clock, run.times.look_at)
+        ordered += run.look()
     run.clock = until
     return ordered
-
-
-def next_check(run: Scripted) -> float:
-    """When the limit check is made next; infinity if none is set."""
-    timer: Any = run.state.orders.find("timer", LIMIT)
-    return inf if timer is None else timer.at + timer.command.delay_s
 
 
 def time_taken_by(run: Scripted, subject: str, id: Any) -> float:
     order = run.state.orders.find(subject, id)
     assert order is not None
-    return time_taken(run.state, order)
+    return run.times.took_s(order, run.clock)
 
 
 def limit(run: Scripted, subject: str, id: Any) -> float:
     order = run.state.orders.find(subject, id)
     assert order is not None
-    return limit_of(run.state, order)
+    return limit_of(run.state, order, run.times.longest)  # type: ignore[return-value]
 
 
 def cut_or_stopped(commands: list[Command]) -> list[str]:
@@ -158,7 +149,7 @@ def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
     assert cut_or_stopped(wait(run, parked + 6.0)) == []
     (stop,) = [one for one in wait(run, parked + 7.0) if isinstance(one, StopProcess)]
     said = "replica 0 exceeded its time limit of 7 s (timeouts.cut_s) after 7 s in ParkGroup (group 0)"
-    assert stop.reason == f"{said}; limits are checked every 0.35 s"
+    assert stop.reason == said
     assert {group.rare.infrastructure_failures for group in run.state.groups.live.values() if group.attempt} == {1}
 
 
@@ -208,7 +199,7 @@ TRAINS = r"the trainer exceeded its time limit of 50 s \(timeouts.train_s\) afte
 @pytest.mark.parametrize(
     ("kind", "prepare", "others", "ends", "says"),
     [
-        ("draw", lambda run: None, {"answers_draws": False}, "FinishRun", "the data source .* in DrawPrompts;"),
+        ("draw", lambda run: None, {"answers_draws": False}, "FinishRun", "the data source .* in DrawPrompts"),
         ("score", trains, {"scoring_tasks": ("old_logprobs",)}, "StopProcess", ".* in ScoreBatch .*old_logprobs"),
         ("train", trains, {}, "StopProcess", TRAINS),
         ("publish", publishes, {}, "StopProcess", "the trainer .* in PublishWeights .*version 1"),
@@ -224,7 +215,7 @@ def test_a_process_that_does_not_execute_its_order_is_stopped(
     run = small(Timeouts(**{f"{kind}_s": 50.0}), **others)
     prepare(run)
     (order,) = [one for one in run.state.orders.all() if one.subject in (kind, "discard" if kind == "store" else kind)]
-    began = run.state.now - time_taken(run.state, order)
+    began = run.clock - run.times.took_s(order, run.clock)
     assert not cut_or_stopped(wait(run, began + 49.0))
     (last,) = [one for one in wait(run, began + 52.5) if type(one).__name__ == ends]
     assert re.match(says, last.reason), last.reason  # type: ignore[attr-defined]
@@ -236,7 +227,7 @@ def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
     run = small(every(None, sync_s=50.0))
     syncs(run)
     run.install(pause=False)
-    assert isinstance(run.orders[-1], PauseReplica | SetTimer)
+    assert isinstance(run.orders[-1], PauseReplica)
     assert cut_or_stopped(wait(run, run.clock + 49.0)) == []
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
@@ -345,7 +336,7 @@ def test_a_start_that_gets_room_between_two_checks_has_its_full_time() -> None:
     run.tell(ReplicasWanted(replicas=2))
     waits = {"kind": "replica", "index": 1, "incarnation": 1}
     run.tell(ProcessWaits(**waits, reason="no GPU is free"))
-    wait(run, next_check(run) + 29.0)
+    wait(run, run.clock + 60.0)
     run.tell(ProcessWaits(**waits, reason=""))
     assert time_taken_by(run, "start", ("replica", 1)) <= 1.0
     assert not cut_or_stopped(wait(run, run.clock + 599.0))
@@ -370,22 +361,22 @@ def test_a_part_of_a_start_teaches_nothing_about_whole_starts() -> None:
     """Otherwise a trainer that has loaded its weights would shorten the limit of an engine that takes longer."""
     run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
-    start, known = run.ordered(StartProcess)[-1], dict(run.state.limit_check.longest)
+    start, known = run.ordered(StartProcess)[-1], dict(run.times.longest)
     run.clock += 500.0
     run.tell(OrderProgressed(order=start.number))
-    assert run.state.limit_check.longest == known
+    assert run.times.longest == known
     (order,) = [order for order in run.state.orders.all() if order.number == start.number]
-    assert time_taken(run.state, order) == 0.0
+    assert run.times.took_s(order, run.clock) == 0.0
 
 
 def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ProcessWaits(kind="replica", index=1, incarnation=1, reason="no GPU is free"))
-    known = run.state.limit_check.longest["start"]
+    known = run.times.longest["start"]
     run.clock += 50_000.0
     run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=4, version=0))
-    assert run.state.limit_check.longest["start"] == known
+    assert run.times.longest["start"] == known
 
 
 def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_up() -> None:
@@ -448,7 +439,8 @@ def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
 def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
     run = measuring(every(None, rows_s=50.0))
     (validation,) = run.state.validations.runs.values()
-    run.state.orders.find("rows", (validation.id, 1)).mark += 10.0  # type: ignore[union-attr]
+    wait(run, run.clock + 10.0)
+    run.tell(run.progress_of("rows", (validation.id, 1)), at=run.clock)
     assert cut_or_stopped(wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)) == ["StopMeasuring"]  # type: ignore[union-attr]
     assert [chunk.failures for chunk in validation.chunks] == [1, 0]
     assert validation.out == 0
@@ -617,18 +609,21 @@ def test_progress_is_reported_of_the_kinds_that_the_table_names_and_of_no_other(
     wait(run, run.clock + 50.0)
     stale = run.state.orders.stale_echoes
     run.tell(OrderProgressed(order=sync.number))
-    assert run.state.orders.stale_echoes == stale + 1 and time_taken(run.state, sync) >= 50.0
+    assert run.state.orders.stale_echoes == stale + 1 and run.times.took_s(sync, run.clock) >= 50.0
 
 
-def test_a_trainer_that_progresses_before_it_answers_its_probe_is_not_stopped() -> None:
-    run = small(every(None, train_s=100.0), answers_probes=False)
+def test_a_report_about_an_order_that_has_progressed_since_has_no_effect() -> None:
+    run = small(every(None, train_s=100.0))
     trains(run)
-    (probe,) = [one for one in wait(run, run.clock + 105.0) if isinstance(one, ProbeProcess)]
+    run.clock = run.times.look_at
+    (late,) = run.times.overdue(run.clock)
+    report = run.overdue(late)
     run.tell(run.progress_of("train", 0))
-    assert not cut_or_stopped(run.probed(probe))
-    assert not cut_or_stopped(wait(run, run.clock + 190.0)), "the limit has doubled"
-    (again,) = [one for one in wait(run, run.clock + 15.0) if isinstance(one, ProbeProcess)]
-    assert cut_or_stopped(run.probed(again)) == ["StopProcess"]
+    stale = run.state.orders.stale_echoes
+    assert not cut_or_stopped(run.tell(report, at=run.clock))
+    assert run.state.orders.stale_echoes == stale + 1
+    assert not cut_or_stopped(wait(run, run.clock + 98.0))
+    assert cut_or_stopped(wait(run, run.clock + 3.0)) == ["StopProcess"]
 
 
 def test_progress_is_reported_ten_times_within_the_smallest_limit_of_its_kind() -> None:
@@ -667,32 +662,17 @@ def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() ->
     began = run.clock
     assert not cut_or_stopped(wait(run, began + 500.0)), "a first compilation may be slow"
     run.finish(0)
-    took = run.state.limit_check.longest["group"]
+    took = run.times.longest["group"]
     assert 500.0 <= took <= 505.0
     order = run.state.orders.find("group", 1)
-    assert order is not None and limit_of(run.state, order) == pytest.approx(10 * took)
+    assert order is not None and limit(run, "group", 1) == pytest.approx(10 * took)
 
 
-def test_after_a_first_short_answer_a_process_has_one_floor_and_a_fresh_one_has_six() -> None:
+def test_after_a_first_short_answer_orders_have_one_floor() -> None:
     run = small(every(None, sync_s=AUTO, floor_s=100.0))
     resumes(run)
-    assert run.state.limit_check.least["sync"] == 100.0
-    for replica, expected in ((0, 100.0), (1, 600.0)):
-        if replica == 1:
-            run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=4, version=0))
-        else:
-            run.train_on(2, 3)
-        order = run.state.orders.find("sync", replica)
-        assert order is not None and limit_of(run.state, order) == expected
-
-
-def test_the_next_life_of_a_replica_is_fresh() -> None:
-    run = small(every(None, sync_s=AUTO, floor_s=100.0))
-    resumes(run)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
-    order = run.state.orders.find("sync", 0)
-    assert order is not None and limit_of(run.state, order) == 600.0
+    run.train_on(2, 3)
+    assert limit(run, "sync", 0) == 100.0
 
 
 def test_failures_and_parked_groups_teach_nothing() -> None:
@@ -700,7 +680,7 @@ def test_failures_and_parked_groups_teach_nothing() -> None:
     wait(run, run.clock + 400.0)
     run.fail(0, cause="data")
     run.abort(1)
-    assert "group" not in run.state.limit_check.longest
+    assert "group" not in run.times.longest
 
 
 def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
@@ -763,8 +743,8 @@ def test_an_order_has_its_full_time_if_the_one_ahead_ends_just_before_a_check() 
     run = small(every(None, train_s=100.0, checkpoint_s=1000.0), checkpoint_every=1)
     checkpoints(run)
     run.finish(2, 3)
-    wait(run, next_check(run) + 0.5)
-    run.tell(CheckpointSaved(steps=1), at=next_check(run) - 0.1)
+    wait(run, run.clock + 800.5)
+    run.tell(CheckpointSaved(steps=1), at=run.clock + 0.1)
     assert not cut_or_stopped(wait(run, run.clock + 99.0)), "the trainer has worked on the step for 99 s"
     assert cut_or_stopped(wait(run, run.clock + 7.0)) == ["StopProcess"]
 
@@ -795,17 +775,17 @@ def test_a_drain_stops_the_clocks_of_the_groups_it_parks() -> None:
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
 
 
-def test_a_resume_keeps_what_was_learned_and_times_nothing_of_before() -> None:
+def test_a_resume_keeps_doubled_limits_and_times_nothing_of_before() -> None:
     run = small(every(AUTO, floor_s=100.0))
     checkpoints(run)
     run.finish(2)
     run.state.groups.live[3].exceeded = 1
-    longest = dict(run.state.limit_check.longest)
     run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True), at=1_000_000.0)
-    assert (run.state.limit_check.longest, run.state.groups.live[3].exceeded) == (longest, 1)
-    assert {order.subject for order in run.state.orders.all()} == {"publish", "start", "timer"}
+    assert run.state.groups.live[3].exceeded == 1
+    assert {order.subject for order in run.state.orders.all()} == {"publish", "start"}
+    run.times = OrderTimes(run.state)
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=1))
-    assert not cut_or_stopped(wait(run, run.clock + 590.0)), "every process is fresh"
+    assert not cut_or_stopped(wait(run, run.clock + 590.0)), "longest times are learned anew"
 
 
 def test_the_limit_of_the_first_publication_after_a_resume_doubles_too() -> None:
@@ -836,35 +816,35 @@ def test_a_trainer_that_hangs_after_a_resume_is_stopped() -> None:
     assert stop.kind == "trainer" and "in DeleteCheckpoint (steps 1)" in stop.reason
 
 
-def test_a_scheduler_that_is_new_or_stood_still_gives_every_order_its_full_time() -> None:
+def test_a_scheduler_that_is_new_or_stood_still_blames_nobody() -> None:
     run = small(every(None, group_s=100.0))
     run.tell(SchedulerRecovered(), at=95.0)
     assert not cut_or_stopped(wait(run, 175.0))
-    timer = run.state.orders.find("timer", LIMIT).number
-    assert timer is not None
-    assert not cut_or_stopped(run.tell(TimerFired(timer=timer), at=1000.0)), "its own process stood still"
-    assert 85.0 <= time_taken_by(run, "group", 0) <= 95.0, "of 825 s, no more than two intervals count"
+    run.clock = 1000.0
+    assert not cut_or_stopped(run.look()), "answers that came while its own process stood still wait"
+    assert time_taken_by(run, "group", 0) <= 100.0, "of 825 s, no more than an interval counts"
+    assert cut_or_stopped(wait(run, 1100.0)) == ["ParkGroup"] * 4
 
 
-def test_one_check_serves_all_orders_as_often_as_the_smallest_limit_needs() -> None:
+def test_a_process_of_the_run_that_is_often_late_still_finds_what_hangs() -> None:
+    run = small(every(None, group_s=100.0))
+    for _ in range(60):
+        run.clock += 50.0
+        if cut_or_stopped(run.look()):
+            return
+    raise AssertionError("nothing was found in 50 minutes")
+
+
+def test_the_watchdog_sleeps_until_an_order_can_be_overdue() -> None:
     run = small(every(None, group_s=100.0, train_s=10.0))
+    assert run.times.look_at == run.state.orders.find("group", 0).at + 100.0  # type: ignore[union-attr]
     trains(run)
-    assert [order.subject for order in run.state.orders.all()].count("timer") == 1
-    assert next_check(run) == run.clock + 0.5, "a twentieth of the smallest limit"
+    assert run.times.look_at == run.clock + 10.0
     run.train()
     assert not cut_or_stopped(wait(run, run.clock + 50.0))
-
-
-def test_a_hung_group_is_noticed_while_many_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More orders are given between two checks than one check looks at."""
-    monkeypatch.setattr("engine.scheduling.time_limits.MOST_LOOKS", 4)
-    run = small(every(None, group_s=100.0), max_staleness_steps=100, max_concurrent_groups=12)
-    given = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
-    while run.clock < given + 120.0 and not run.ordered(ParkGroup):
-        wait(run, run.clock + 5.0)
-        for group in [*run.state.orders.open["group"]][1:9]:
-            run.tell(run.generated(group), at=run.clock)
-    assert [order.group for order in run.ordered(ParkGroup)] == [0]
+    run.finish(*run.running())
+    wait(run, run.clock + 1000.0)
+    assert run.times.look_at == NEVER, "no order with a limit is open"
 
 
 def test_limits_may_be_set_and_lifted_at_any_time() -> None:
@@ -874,7 +854,7 @@ def test_limits_may_be_set_and_lifted_at_any_time() -> None:
     run.tell(SettingChanged(setting="timeouts.floor_s", value="10"))
     assert not cut_or_stopped(wait(run, run.clock + 59.0))
     run.tell(SettingChanged(setting="timeouts.train_s", value="off"))
-    assert not run.state.timer_is_set(LIMIT)
+    assert run.times.look_at == NEVER
     run.tell(SettingChanged(setting="timeouts.train_s", value="30"))
     assert cut_or_stopped(wait(run, run.clock + 31.5)) == ["StopProcess"]
 

@@ -14,7 +14,6 @@ from engine.record.snapshots import restore, snapshot
 from engine.runtime.control_requests import Silence
 from engine.scheduling.ending import why_stuck
 from engine.states.limits import AddedState, Limits, ValidationLimits
-from engine.states.timeouts import Timeouts
 from tests.core.scripted import Scripted
 from tests.core.test_pools import TOGETHER
 from tests.core.test_scenarios import straggling
@@ -285,17 +284,6 @@ def test_a_silence_is_reported_once_and_again_after_twice_as_long() -> None:
     assert first.startswith("nothing has changed for 300 s: replica 0 has been generating groups 0, 1, the")
     assert silence.look(900.0) == 1200.0
     assert read_status(world.metrics, 910.0).silence.startswith("nothing has changed for 900 s")
-
-
-def test_checks_of_time_limits_that_find_nothing_do_not_end_a_silence() -> None:
-    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts())
-    world = SteadyWorld(limits, lengths=lambda group: FOREVER)
-    silence = Silence(world.metrics, 300.0)
-    world.run_for(310.0)
-    assert world.scheduler.state.limit_check.clock > 250.0, "checks were made"
-    silence.look(world.time)
-    assert read_status(world.metrics, world.time).silence.startswith("nothing has changed for 310 s: replica 0")
-    assert read_status(world.metrics, world.time).silent_s > 300.0
 
 
 def test_what_changes_something_ends_a_silence_and_an_echo_does_not() -> None:

@@ -33,7 +33,6 @@ from engine.commands import (
     MeasureRows,
     ParkGroup,
     PauseReplica,
-    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     ResumeReplica,
@@ -49,7 +48,7 @@ from engine.commands import (
     TrainStep,
     TruncateGroup,
 )
-from engine.events import EVENTS, Event, OrderDone, OrderProgressed, RunResumed, SchedulerRecovered, stamp
+from engine.events import EVENTS, Event, OrderDone, OrderOverdue, OrderProgressed, RunResumed, SchedulerRecovered, stamp
 from engine.policies import PolicySet
 from engine.record import Header, read
 from engine.record.frames import Tick
@@ -58,7 +57,7 @@ from engine.record.recovery import recover
 from engine.record.snapshots import snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
-from engine.states.orders import LIMIT, RELATIONS, Order
+from engine.states.orders import RELATIONS, Order
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.states.timeouts import Timeouts
 
@@ -88,14 +87,13 @@ SENTENCES: dict[type[Command], str] = {
     SaveCheckpoint: "save checkpoint {steps}",
     DeleteCheckpoint: "delete checkpoint {steps}",
     SetTimer: "wait: {name}",
-    ProbeProcess: "probe {kind} {index}",
     FinishRun: "end the run: {outcome}",
     MeasureRows: f"measure {{count}} rows from {{first}} at version {{version}} on {_REPLICA}, attempt {{attempt}}",
     StopMeasuring: f"stop measuring on {_REPLICA}",
     EnterState: "work of state {state} on group {group}, attempt {attempt}",
     InspectStep: f"inspect step {{step}}, version {{version}} in state {{state}}, attempt {{attempt}}: {_BATCH}",
 }
-NOT_SHOWN: tuple[type[Command], ...] = (SetTimer, CancelTimer, ProbeProcess)
+NOT_SHOWN: tuple[type[Command], ...] = (SetTimer, CancelTimer)
 """What is no part of a comparison: only its consequences count."""
 
 
@@ -136,7 +134,7 @@ WORDS: dict[str, str] = {
     "is over": "TimerFired", "progressed": "OrderProgressed", "done": "OrderDone", "measured": "RowsMeasured",
     "not measured": "RowsFailed", "left the state": "StateLeft", "failed in the state": "StateFailed",
     "passed": "StepInspected", "not inspected": "InspectionFailed", "measured calls": "CallsMeasured",
-    "measured cache": "CacheMeasured", "probed": "ProcessProbed", "the run began": "RunStarted",
+    "measured cache": "CacheMeasured", "overdue": "OrderOverdue", "the run began": "RunStarted",
     "the run resumed": "RunResumed", "the scheduler was replaced": "SchedulerRecovered",
     "the launch failed": "RunInterrupted", "user stops": "StopRequested", "user drains": "DrainRequested",
     "user takes away": "ReplicaLeaves", "user wants": "ReplicasWanted", "user sets": "SettingChanged",
@@ -410,8 +408,6 @@ class LimitWatch:
         self._scheduler = scheduler
         self._book = Book()
         self._open: dict[int, Order] = {}
-        self._overdue: set[int] = set()
-        self._intervals: dict[int, float] = {}
         self._charges: dict[str, Any] = {}
         self._failed: list[str] = []
         scheduler.state.observe(self._observe)
@@ -424,16 +420,17 @@ class LimitWatch:
         """An order is overdue at the moment when its limit was found to be exceeded, before any process was probed."""
         said = [one for one in self._book.add(tick.commands) if one.startswith(CONSEQUENCES)]
         said = [one for one in said if not LAUNCHED.match(one) and not (one.startswith("park ") and ", ch" not in one)]
-        overdue = {number for number, order in self._open.items() if order.overdue and order.subject != "probe"}
-        found = [self._open[number].command for number in sorted(overdue - self._overdue)]
-        said += [f"overdue: {self._book.sentence_of(command)}" for command in found]
-        self._open, self._overdue = {order.number: order for order in self._scheduler.state.orders.all()}, overdue
+        matched, cut_s = self._scheduler.state.orders.matched, self._scheduler.limits.timeouts.cut_s
+        found = [
+            Seen(
+                round(tick.at - (0.0 if event.answered else cut_s), 6), 0.0,
+                f"overdue: {self._book.sentence_of(self._open[event.order].command)}",
+            )
+            for event in tick.events if isinstance(event, OrderOverdue) and event.id in matched
+        ]  # fmt: skip
+        self._open = {order.number: order for order in self._scheduler.state.orders.all()}
         spent = charges(self._scheduler)
         said += [f"{name}: {value}" for name, value in spent.items() if self._charges.get(name) != value]
         said += self._failed
         self._charges, self._failed = spent, []
-        fired = [self._intervals.pop(getattr(event, "timer", -1), 0.0) for event in tick.events]
-        for command in tick.commands:
-            if isinstance(command, SetTimer) and command.name == LIMIT:
-                self._intervals[command.timer] = command.delay_s
-        return [Seen(round(tick.at, 6), max(fired), one) for one in said]
+        return [*found, *(Seen(round(tick.at, 6), 0.0, one) for one in said)]

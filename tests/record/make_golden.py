@@ -47,6 +47,7 @@ def sample(cls: type[Any]) -> dict[str, Any]:
     """Fixed values for the fields of a class, stamps left out."""
     values = {int: 300, float: 0.25, bool: True, str: "grund: ±", tuple[int, ...]: (1, 200, 70_000)}
     values[tuple[float, ...]] = (0.25, -1.0)
+    values[tuple[str, ...]] = ("trainer", "weights store")
     hints = get_type_hints(cls)
     given = [f.name for f in structs.fields(cls) if f.default != -1 or f.name == "number"]
     names = [name for name in given if name != "at"]

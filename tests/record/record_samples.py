@@ -25,6 +25,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     str: st.text(max_size=40),
     tuple[int, ...]: st.lists(INT64, max_size=20).map(tuple),
+    tuple[str, ...]: st.lists(st.text(max_size=40), max_size=5).map(tuple),
     tuple[float, ...]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20).map(tuple),
 }
 POSITIONS = st.integers(min_value=0, max_value=2**63 - 1)

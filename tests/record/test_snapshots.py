@@ -136,7 +136,7 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
         state = again.state
         records = [
             *state.training.steps.values(), *state.pools.leases, *state.training.versions.values(), state.validations,
-            state.checkpoints, state.limit_check, *state.processes.values(), *state.validations.runs.values(),
+            state.checkpoints, *state.processes.values(), *state.validations.runs.values(),
             *state.replicas.by_id.values(), *state.groups.live.values(), state.groups, state.training, state.replicas,
             state.ending, state.policies,
         ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine import commands
-from engine.events import Event, GroupGenerated, ProcessLost, ProcessProbed, ProcessUp
+from engine.events import Event, GroupGenerated, ProcessLost, ProcessUp
 from engine.protocols import GroupWork
 from engine.runtime.executor import RunExecutor
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
@@ -24,7 +24,7 @@ from engine.runtime.prompt_sources import CountedPrompts
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool
-from engine.states.process import REPLICA, SCORER, TRAINER
+from engine.states.process import REPLICA, SCORER, TRAINER, Process
 from engine.trajectory import Prompt, Trajectory
 from engine.workers.plan import Liveness, Plan, Rollout
 
@@ -134,7 +134,7 @@ class Scene:
         )
 
     def deliver(self, event: Event) -> None:
-        if isinstance(event, ProcessUp | ProcessLost | ProcessProbed | GroupGenerated):
+        if isinstance(event, ProcessUp | ProcessLost | GroupGenerated):
             self.reports.append(event)
             self._heard.set()
 
@@ -174,15 +174,10 @@ class Scene:
         self.executor.execute([start])
         return self.executor.calls - before
 
-    def probe(self, kind: str, incarnation: int, order: int) -> None:
-        life = {"kind": kind, "index": 0, "incarnation": incarnation}
-        self.supervisor.probe(commands.ProbeProcess(**life, order=order, reason="it is late", chain="", cause=0))
-
-    async def answer(self, kind: str, incarnation: int, order: int) -> str:
-        """Probe a process that answers. Returns whom it waits for."""
-        self.probe(kind, incarnation, order)
-        waits_for: str = (await self.hears(ProcessProbed, order=order)).waits_for
-        return waits_for
+    async def waits_for(self, kind: str, incarnation: int) -> str | None:
+        """Ask a process whom it waits for. None: it has ended."""
+        sign = await self.supervisor.probe(Process(kind, incarnation=incarnation))
+        return None if sign is None else sign.waits_for
 
     # what happens in a process
 
@@ -241,7 +236,7 @@ async def a_started_process_reports_once_that_it_is_up_with_its_slots(scene: Sce
     scene.start(REPLICA, 5)
     scene.start(TRAINER, 2)
     await asyncio.gather(scene.up(REPLICA, 5), scene.up(TRAINER, 2))
-    await asyncio.gather(scene.answer(REPLICA, 5, 1), scene.answer(TRAINER, 2, 2))
+    await asyncio.gather(scene.waits_for(REPLICA, 5), scene.waits_for(TRAINER, 2))
     ups = sorted((one for one in scene.reports if isinstance(one, ProcessUp)), key=lambda up: up.incarnation)
     trainer = ProcessUp(kind=TRAINER, index=0, incarnation=2)
     assert ups == [trainer, ProcessUp(kind=REPLICA, index=0, incarnation=5, slots=SLOTS)]
@@ -313,13 +308,13 @@ async def a_lost_process_is_reported_once_with_the_reason(scene: Scene) -> None:
 @case
 async def what_is_ordered_of_an_earlier_life_does_not_reach_the_next(scene: Scene) -> None:
     await scene.up(REPLICA, 2)
-    scene.probe(REPLICA, 1, order=1)
+    assert await scene.waits_for(REPLICA, 1) is None
     assert (scene.generate(1, 1), scene.generate(2, 2)) == (0, 1)
     scene.stop(REPLICA, 1)
     assert (await scene.hears(GroupGenerated, incarnation=2)).group == 2
-    await scene.answer(REPLICA, 2, order=2)
+    assert await scene.waits_for(REPLICA, 2) == ""
     assert scene.lives == [(ProcessUp, 2), (ProcessLost, 1)]
-    assert sum(isinstance(report, ProcessProbed | GroupGenerated) for report in scene.reports) == 2
+    assert sum(isinstance(report, GroupGenerated) for report in scene.reports) == 1
 
 
 @case
@@ -327,24 +322,24 @@ async def a_probed_process_names_whom_it_waits_for_and_a_silent_one_says_nothing
     await asyncio.gather(scene.up(SCORER, 1), scene.up(REPLICA, 1))
     open_gate = await scene.hold(lambda: scene.start(TRAINER, 1))
     scene.order(SCORER, commands.ScoreBatch(step=1, attempt=1, task="old_logprobs", groups=(), number=0, cause=0))
-    order = 0
-    while await scene.answer(SCORER, 1, order) != TRAINER:
-        order += 1  # the question is on its way, or waits for the weights store
-    assert await scene.answer(REPLICA, 1, 1000) == ""
+    while await scene.waits_for(SCORER, 1) != TRAINER:
+        pass  # the question is on its way, or waits for the weights store
+    assert await scene.waits_for(REPLICA, 1) == ""
     open_gate()
     await scene.up(TRAINER, 1)
     if scene.may_be_silent:
         scene.silence(SCORER)
-        scene.probe(SCORER, 1, 2000)
-        await scene.answer(REPLICA, 1, 2001)
-        assert all(event.order != 2000 for event in scene.reports if isinstance(event, ProcessProbed))
+        asked = asyncio.ensure_future(scene.waits_for(SCORER, 1))
+        await scene.waits_for(REPLICA, 1)
+        assert not asked.done()
+        asked.cancel()
 
 
 @case
 async def a_hung_process_is_lost_with_its_stacks_and_the_next_does_not_wait_for_it(scene: Scene) -> None:
     await scene.up(TRAINER, 1)
     if scene.stacks:
-        await scene.answer(TRAINER, 1, 1)  # tells which process it is
+        await scene.waits_for(TRAINER, 1)  # tells which process it is
     let_go = await scene.hang()
     for _ in range(2):  # a restarted scheduler repeats it
         scene.stop(TRAINER, 1, hung=True)

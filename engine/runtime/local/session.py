@@ -30,10 +30,12 @@ from engine.metrics.waits import waits
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Record, Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, make_run_directory
+from engine.record.frames import Tick
 from engine.record.segment_log import has_segments
 from engine.runtime.driver import MOST_EVENTS, Driver
 from engine.runtime.local.arguments import check_arguments
 from engine.runtime.local.session_orders import IllegalEvent, SessionOrder, check_answer, checked_event
+from engine.runtime.order_times import NEVER, OrderTimes
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.settings import MAX_STEPS, how_to_train_more
 from engine.states.limits import Limits
@@ -202,9 +204,13 @@ class Session:
 
     def _connect(self, scheduler: Scheduler, events: int) -> None:
         self._scheduler = scheduler
+        self._times = OrderTimes(scheduler.state)
         self._driver = Driver(
-            scheduler, self._clock, self._recorder, self._commands, None, events, self._snapshot_every
+            scheduler, self._clock, self._recorder, self._commands, self._observe, events, self._snapshot_every
         )
+
+    def _observe(self, tick: Tick) -> None:
+        self._times.note(tick.events, tick.at)
 
     def begin(self) -> Orders:
         """Begin the run, or continue the resumed one. Returns the first orders. Call it once, when the trainer has its
@@ -257,13 +263,17 @@ class Session:
         """Seconds until a timer is due, for `report_due`; 0: one is due now; None: none is set."""
         self._require_thread()
         timer = self._next_timer()
-        return None if timer is None else max(0.0, _due_at(timer) - self._clock.now())
+        due_at = min(NEVER if timer is None else _due_at(timer), self._times.look_at)
+        return None if due_at == NEVER else max(0.0, due_at - self._clock.now())
 
     def report_due(self) -> Orders:
         """Report what was answered, then every timer that is due. Returns the orders that follow, as `report`."""
         self._take_answers()
         while (timer := self._next_timer()) is not None and _due_at(timer) <= self._clock.now():
             self._tick(TimerFired(timer=timer.number))
+        now = self._clock.now()
+        for one in self._times.overdue(now) if self._times.look_at <= now else ():
+            self._tick(one.event())
         return self._new_orders()
 
     def _next_timer(self) -> Order | None:
