@@ -42,7 +42,7 @@ from engine.actors.placement import (
 from engine.actors.ray_processes import CLOSE_TIMEOUT_S, RayProcesses, RayStores
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
-from engine.actors.worker_actor import Figures, Inbox
+from engine.actors.worker_actor import Batch, Figures, Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status, read_status
@@ -343,18 +343,12 @@ class SchedulerActor:
         self._main = asyncio.get_running_loop().create_task(self._close_at_end())
 
     @ray.method(max_task_retries=-1)
-    async def report(
-        self,
-        source: str,
-        incarnation: Incarnation,
-        sequence: int,
-        events: bytes,
-        figures: Figures,
-    ) -> list[Message]:
+    async def report(self, batch: Batch) -> list[Message]:
         """Handle a batch of events; returns once they are recorded and their commands sent, with the orders for the
         sender."""
         if self._restarted:
             await self._ensure_recovered()
+        source, incarnation, sequence, events, figures = batch
         return await self._inbox.answer(
             source, incarnation, sequence, lambda: self._handle(source, incarnation, events, figures)
         )

@@ -20,7 +20,15 @@ from engine.actors.rank_hosts import RankNodes
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of, wire_of
 from engine.errors import EngineError
-from engine.events import Event
+from engine.events import (
+    CacheMeasured,
+    CallsMeasured,
+    Event,
+    OrderDone,
+    OrderProgressed,
+    PrefixStored,
+    WeightsStaged,
+)
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.record.codec import pack
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
@@ -28,7 +36,7 @@ from engine.rollout.backend import SampleResult
 from engine.rollout.sent_weights import Turn, WeightsCall
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
 from engine.runtime.process_port import source_of
-from engine.runtime.wire import GatheredCalls, InOrder, Message, unpack_orders
+from engine.runtime.wire import WAIT_S, GatheredCalls, InOrder, Message, unpack_orders
 from engine.states.process import GATEWAY, TRAINER
 from engine.storage.weights import Trained
 from engine.training.shared_weights import Manifest
@@ -76,8 +84,14 @@ async def _await_gateway(call: Any) -> Any:
 
 Figures = list[tuple[StepId, Mapping[str, Any]]]
 """The trainer's metrics of steps."""
+Batch = tuple[str, Incarnation, int, bytes, Figures]
+"""(source, incarnation, sequence, events, figures), as one argument: Ray packs each argument by itself."""
 Report = Callable[[int, bytes, Figures], Awaitable[None]]
 """(sequence, events, figures): returns once the events are recorded."""
+
+
+NOT_AWAITED = (OrderDone, OrderProgressed, PrefixStored, WeightsStaged, CallsMeasured, CacheMeasured)
+"""Events that nobody waits for."""
 
 
 class Outbox:
@@ -94,7 +108,7 @@ class Outbox:
         self._failed = False
 
     def add(self, event: Event) -> None:
-        self._calls.add(event)
+        self._calls.add(event, WAIT_S if isinstance(event, NOT_AWAITED) else 0.0)
 
     def add_figures(self, step: StepId, figures: Mapping[str, Any]) -> None:
         """Send the trainer's metrics with the next event, before it."""
@@ -204,7 +218,8 @@ class WorkerActor(HeartbeatActor):
 
     async def _send(self, sequence: int, events: bytes, figures: Figures) -> None:
         """Report a batch of events. The answer has the orders that follow from it, for this process."""
-        for message in await self._scheduler.report.remote(self._source, self._incarnation, sequence, events, figures):
+        batch: Batch = (self._source, self._incarnation, sequence, events, figures)
+        for message in await self._scheduler.report.remote(batch):
             await self.carry_out(*message)
 
     async def _ask_trainer(self, steps: StepId) -> None:

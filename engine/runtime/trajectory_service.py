@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from engine.errors import reason_of
 from engine.ids import GroupId, StepId
-from engine.runtime.wire import GatheredCalls
+from engine.runtime.wire import WAIT_S, GatheredCalls
 from engine.states.process import TRAJECTORY_STORE
 from engine.storage.durable_trajectories import DurableStore, StorePolicy
 from engine.storage.group_codec import MAX_GROUP_BYTES, pack_group, pack_growth, unpack_group
@@ -153,10 +153,11 @@ class PackedTrajectories:
         with self._awaited(TRAJECTORY_STORE):
             return await method(*given)
 
-    async def _put(self, group: Packed) -> None:
-        """Return once the call with this group has been answered. Raises the exception of the call."""
+    async def _put(self, group: Packed, wait_s: float = 0.0) -> None:
+        """Return once the call with this group has been answered. It may wait for other groups. Raises the exception of
+        the call."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._puts.add((group, done))
+        self._puts.add((group, done), wait_s)
         await done
 
     async def _send(self, puts: Sequence[tuple[Packed, "asyncio.Future[None]"]]) -> None:
@@ -174,8 +175,8 @@ class PackedTrajectories:
             else:
                 done.set_exception(error)
 
-    async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        await self._put((group.group, attempt, pack_group(group), False))
+    async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
+        await self._put((group.group, attempt, pack_group(group), False), 0.0 if urgent else WAIT_S)
 
     async def grow(self, growth: Growth, attempt: int) -> None:
         if growth.group.tokens * LARGEST_TOKEN_BYTES > MAX_GROUP_BYTES:  # appended parts must not exceed the limit

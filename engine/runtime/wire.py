@@ -7,6 +7,7 @@ between processes of one run and are never read from disk. Trajectories are not 
 import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import Generic, TypeVar
 
 from engine.record.codec import AnyCommand, pack, unpacker
@@ -52,6 +53,9 @@ GATHER_S = 0.002
 """Minimum seconds between the end of a call and the next call, in which items gather. A call through Ray takes a
 millisecond of processor time, however many items it has."""
 
+WAIT_S = 0.02
+"""Seconds that an item which nobody waits for may wait for others."""
+
 
 class GatheredCalls(Generic[Item]):
     """Gathers items and sends them in order, one call at a time. `send(items)` must not raise."""
@@ -59,30 +63,42 @@ class GatheredCalls(Generic[Item]):
     def __init__(self, send: Callable[[list[Item]], Awaitable[None]]) -> None:
         self._send = send
         self._items: list[Item] = []
-        self._begun = False
-        """Whether a call is open, or the timer before it is set."""
+        self._due = inf
+        """Time on the loop's clock at which an item wants to be sent."""
         self._earliest = 0.0
-        """Time on the loop's clock at which the next call may begin."""
+        """Time at which the next call may begin."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._set_for = inf
+        """Time for which the timer is set."""
         self._task: asyncio.Task[None] | None = None
+        """The open call."""
 
-    def add(self, item: Item) -> None:
+    def add(self, item: Item, wait_s: float = 0.0) -> None:
+        """Send an item with the next call, which begins within `wait_s` if none is open."""
         self._items.append(item)
+        self._due = min(self._due, asyncio.get_running_loop().time() + wait_s)
         self._begin()
 
     def _begin(self) -> None:
-        if self._items and not self._begun:
-            self._begun = True
-            asyncio.get_running_loop().call_at(self._earliest, self._call_soon)
+        if self._task is not None or not self._items:
+            return
+        at = max(self._earliest, self._due)
+        if at < self._set_for:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._set_for = asyncio.get_running_loop().call_at(at, self._call_soon), at
 
     def _call_soon(self) -> None:
+        self._timer, self._set_for = None, inf
         self._task = asyncio.get_running_loop().create_task(self._call())
 
     async def _call(self) -> None:
         items, self._items = self._items[:MAX_ITEMS], self._items[MAX_ITEMS:]
+        self._due = 0.0 if self._items else inf
         try:
             await self._send(items)
         finally:
-            self._begun = False
+            self._task = None
             self._earliest = asyncio.get_running_loop().time() + GATHER_S
             self._begin()
 

@@ -89,7 +89,7 @@ class ObservedTrajectories(LocalTrajectories):
         """(tokens, version) of the longest trajectory of every group, in the order sampled."""
         self.discarded: set[GroupId] = set()
 
-    async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+    async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
         await super().put(group, attempt)
         longest = group.trajectories[-1] if group.trajectories else Trajectory()
         self.spans[group.group] = [(stop - start, version) for start, stop, version in longest.spans]

@@ -66,8 +66,9 @@ Payload = TypeVar("Payload")
 class Trajectories(Protocol):
     """The interface of a trajectory store for the workers."""
 
-    async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        """Store a group; returns when it is stored. Does not overwrite the data of a later attempt."""
+    async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
+        """Store a group; returns when it is stored. Does not overwrite the data of a later attempt. If it is not
+        `urgent`, it may wait a little for other groups."""
 
     async def grow(self, growth: Growth, attempt: int) -> None:
         """Store a group of which this attempt has stored an earlier prefix; nothing if that is not stored any more."""

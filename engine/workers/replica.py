@@ -292,7 +292,9 @@ class ReplicaWorker(Worker):
             event: Event = aborted_event(group, attempt.number, **self._who)
         else:
             event = generated_event(group, attempt.number, **self._who, described=self.plan.described)
-        await self.peers.trajectories.put(group, attempt.number)
+        # the scheduler knows already that a group whose trajectories have ended makes room for another
+        known = not generated.aborted and attempt.reported == self.plan.samples
+        await self.peers.trajectories.put(group, attempt.number, urgent=not known)
         if attempt.unwanted:
             await self.peers.trajectories.discard([group.group], attempt.number)
         return event

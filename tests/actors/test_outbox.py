@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from engine.actors.worker_actor import Inbox, Outbox
-from engine.events import Event, StepFailed, StepTrained
+from engine.events import Event, OrderProgressed, StepFailed, StepTrained
 from engine.record.codec import unpack_events
-from engine.runtime.wire import GATHER_S, GatheredCalls, Message
+from engine.runtime.wire import GATHER_S, WAIT_S, GatheredCalls, Message
 from engine.workers.clock import VirtualLoop
 
 
@@ -63,6 +63,31 @@ def test_the_first_event_leaves_at_once_and_those_right_after_it_in_one_report()
         outbox.add(steps[2])
         await asyncio.sleep(GATHER_S)
         assert sent[1:] == [(2, steps[1:])]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene())
+
+
+def test_an_event_that_nobody_awaits_leaves_with_the_next_other_one_or_after_a_while() -> None:
+    sent: list[list[Event]] = []
+
+    async def report(sequence: int, events: bytes, figures: list[Any]) -> None:
+        sent.append(unpack_events(events))
+
+    async def scene() -> None:
+        outbox = Outbox(report, pytest.fail)
+        patient, trained = OrderProgressed(order=1, finished=2), StepTrained(step=1, attempt=1)
+        outbox.add(patient)
+        await asyncio.sleep(WAIT_S / 2)
+        outbox.add(patient)
+        outbox.add(trained)
+        await asyncio.sleep(GATHER_S / 4)
+        assert sent == [[patient, patient, trained]]
+        outbox.add(patient)
+        await asyncio.sleep(WAIT_S / 2)
+        assert len(sent) == 1
+        await asyncio.sleep(WAIT_S)
+        assert sent[1:] == [[patient]]
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(scene())

@@ -377,7 +377,7 @@ async def test_while_the_store_is_busy_only_the_newest_prefix_waits_and_the_end_
     gate, puts = asyncio.Event(), []
     put = stage.trajectories.put
 
-    async def slow(group: TrajectoryGroup, attempt: int) -> None:
+    async def slow(group: TrajectoryGroup, attempt: int, **others: Any) -> None:
         puts.append(group.tokens)
         await gate.wait()
         await put(group, attempt)
@@ -403,7 +403,7 @@ async def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() ->
     gate = asyncio.Event()
     put = stage.trajectories.put
 
-    async def slow(group: TrajectoryGroup, attempt: int) -> None:
+    async def slow(group: TrajectoryGroup, attempt: int, **others: Any) -> None:
         await gate.wait()
         await put(group, attempt)
 
@@ -598,7 +598,7 @@ async def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_
     class Overtaken(LocalTrajectories):
         """A put that takes until the group has been aborted here and done anew on another replica."""
 
-        async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+        async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
             stage.worker._running[0].unwanted = True
             await super().put(newer, attempt=2)
             await super().put(group, attempt)

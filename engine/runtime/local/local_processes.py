@@ -46,7 +46,7 @@ class LocalTrajectories:
     def __init__(self) -> None:
         self.store = TrajectoryStore(size_of)
 
-    async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+    async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
         self.store.put(group.group, attempt, copy_group(group))
 
     async def grow(self, growth: Growth, attempt: int) -> None:
