@@ -127,9 +127,6 @@ class Outbox:
             self._lost(f"events cannot be sent to the scheduler: {failure_reason(error)}")
 
 
-Answer = Coroutine[Any, Any, list[Message]]
-
-
 class Inbox:
     """The scheduler's side of all outboxes: handles each batch once. It remembers the answer to the newest batch of
     each process, for batches that Ray resends."""

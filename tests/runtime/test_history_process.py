@@ -46,7 +46,7 @@ def test_a_run_leaves_a_cache_that_equals_a_replay(tmp_path: Path) -> None:
 
     class Waiting(Saving):
         def train(self, batch: Batch) -> dict[str, float]:
-            process = runs[0].loop._history
+            process = runs[0].parts._history
             assert process is not None
             assert batch.step < LAST or finish(process) == 0
             return super().train(batch)
