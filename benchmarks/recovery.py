@@ -24,7 +24,6 @@ from engine.record.frames import encode_snapshot
 from engine.record.snapshots import restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.group import Stored, admit
 from engine.states.limits import Limits
 
 SNAPSHOT_EVERY = 50_000
@@ -69,9 +68,11 @@ def started(groups: int) -> Scheduler:
     state = scheduler.state
     state.groups.draw(0, groups)
     for group in state.groups.live.values():
-        group.attempt, group.admission, group.stored = 1, admit(0, 1), Stored(1000 + group.id, 0, 0, 0)
+        group.attempt, group.admitted_version, group.deadline, group.tokens = 1, 0, 1, 1000 + group.id
+        group.oldest_version = group.newest_version = 0
+        group.resume_key = (1,)
         state.groups.fire(group, "start")
-        state.groups.fire(group, "abort", (1,))
+        state.groups.fire(group, "abort")
     state.groups.waiting.clear()
     state.groups.settle(state.limits.max_concurrent_groups)
     return scheduler

@@ -365,7 +365,7 @@ class _StretchWatcher:
             self._step_moves.append((record.id, record.state))
 
     def _group_changed(self, machine: str, group: Group, source: str, trigger: str) -> None:
-        self._moves.append(_Move(group, group.state, group.stored.tokens))
+        self._moves.append(_Move(group, group.state, group.tokens))
 
     def watch(self, tick: Tick) -> None:
         """Take the next tick of the replay."""
@@ -423,7 +423,7 @@ class _StretchWatcher:
 
     def _live(self) -> dict[GroupId, tuple[int, int, int]]:
         return {
-            id: (group.stored.tokens, group.stored.oldest_version, group.stored.newest_version)
+            id: (group.tokens, group.oldest_version, group.newest_version)
             for id, group in self.state.groups.live.items()
         }
 
@@ -473,7 +473,7 @@ class _StretchWatcher:
             self._ended[group.id] = None
         self._report(
             "move", group.id, state, int(phase), tick.at, tick.last, move.tokens,
-            group.stored.oldest_version, group.stored.newest_version, id, kind, reason, ready,
+            group.oldest_version, group.newest_version, id, kind, reason, ready,
         )  # fmt: skip
         if isinstance(event, GroupGenerated | StateLeft):
             self._report("reward", group.id, event.reward_mean, event.reward_spread)

@@ -40,7 +40,7 @@ from engine.ids import NO_VERSION, GroupId
 from engine.protocols import SLOTS
 from engine.states.causes import limit_text, missing_for_scoring
 from engine.states.limits import GENERATED
-from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, RELATIONS, TIMERS, Order, owner_text
+from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, RELATIONS, TIMERS, Order, owner_text
 from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
 from engine.states.state import State
 
@@ -97,7 +97,7 @@ def _together(order: Order, state: State) -> tuple[str, Any]:
     """The key of orders that share a sentence: groups of a replica, those that wait for rewards apart; work of a state,
     rows of a validation, discards of a store."""
     if order.subject in ("group", "stage"):
-        return order.subject, (order.owner, order.id in state.replicas.unrewarded)
+        return order.subject, (order.owner, state.replicas.is_unrewarded(order.id))
     if order.subject in ("discard", "retire"):
         return order.subject, None
     return order.subject, order.id[0] if order.subject == "rows" else order.id
@@ -130,7 +130,7 @@ Words = Callable[[list[Order], State], str]
 
 def _generates(like: list[Order], state: State) -> str:
     doing = f"generating {_named([order.id for order in like])}"
-    if like[0].id in state.replicas.unrewarded:
+    if state.replicas.is_unrewarded(like[0].id):
         slowest = _slowest(_callers(like, state))
         doing = f"waiting for {slowest.name if slowest else 'the rewards'} of {_groups(len(like))}"
     return doing + (", the oldest" if len(like) > 1 else "")
@@ -154,7 +154,7 @@ def _detail(like: list[Order], state: State) -> str:
         return limit_text(replica) if state.replicas.is_limited(replica) else ""
     if oldest.subject == "stage":
         return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
-    if not slowest or oldest.id in state.replicas.unrewarded:
+    if not slowest or state.replicas.is_unrewarded(oldest.id):
         return limits
     if oldest.subject == "rows":
         return f"{slowest.name}: {limits}"
@@ -194,7 +194,7 @@ def agent_groups(process: Process) -> int:
 
 def unrewarded_groups(state: State) -> int:
     """Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not."""
-    return len(state.replicas.unrewarded) + state.groups.stages.groups_at(GENERATED)
+    return state.replicas.unrewarded + state.groups.stages.groups_at(GENERATED)
 
 
 def reward_wait(state: State) -> str:
@@ -237,7 +237,7 @@ def _callers(like: Sequence[Order], state: State) -> Calls:
     rewards = _calls(processes, of_agents=False)
     if oldest.subject == "rows":
         return [*agents, *rewards]
-    return rewards if oldest.id in state.replicas.unrewarded else agents
+    return rewards if state.replicas.is_unrewarded(oldest.id) else agents
 
 
 def _calls(processes: Sequence[Process], *, of_agents: bool) -> Calls:
@@ -330,8 +330,6 @@ def _timer(command: Any, state: State) -> tuple[str, str, str]:
     """(who, what it has been doing, what then happens) while a timer runs."""
     if command.name == DEADLINE:
         return f"step {state.training.steps_batched}", "waiting for stragglers", "then the deadline policy acts"
-    if command.name == FILL:
-        return "the scheduler", "waiting to start the groups that one tick could not", ""
     if command.name == DRAIN:
         return "the run", "draining", f"it stops as it is once that exceeds {state.limits.drain_s:g} s"
     return "the run", "waiting for a replica", f"none is left; it ends after {state.limits.give_up_s:g} s without one"

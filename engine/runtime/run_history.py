@@ -97,7 +97,7 @@ def _needs_store(recovered: Recovered, steps: StepId) -> bool:
     if steps < state.training.steps_trained or state.training.formed_steps:
         return True
     return any(
-        state.groups.phase_of(group.state) is Phase.READY or group.stored.tokens for group in state.groups.live.values()
+        state.groups.phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.live.values()
     )
 
 
@@ -153,10 +153,8 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
         elif phase is Phase.READY:
             is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
-            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.stored.tokens > 0
-            is_stored = not (continues or group.rare.prepared) or _is_known(
-                store, group.id, state.training.latest_version
-            )
+            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.tokens > 0
+            is_stored = not (continues or group.prepared) or _is_known(store, group.id, state.training.latest_version)
         if not is_stored:
             missing.append(group.id)
     return tuple(missing)
@@ -377,7 +375,7 @@ def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
 
 def _unfinished(state: State, *phases: Phase) -> list[GroupId]:
     """The groups in these phases whose prompts are read from the data."""
-    found = (group for group in state.groups.live.values() if not group.rare.prepared)  # prepared ones are stored
+    found = (group for group in state.groups.live.values() if not group.prepared)  # prepared ones are stored
     return [group.id for group in found if state.groups.phase_of(group.state) in phases]
 
 

@@ -103,12 +103,12 @@ class Decisions:
         """Count a lost attempt. Returns whether the group gets another one: the retry policy decides, within
         `Limits.most_attempts`."""
         if cause == "data":
-            failures = group.rare.data_failures + 1
-            group.note(data_failures=failures)
+            group.data_failures += 1
+            failures = group.data_failures
             self.state.ending.note_judged(self.state.limits.failures_in_a_row, failed=True)
         else:
-            failures = group.rare.infrastructure_failures + 1
-            group.note(infrastructure_failures=failures)
+            group.infrastructure_failures += 1
+            failures = group.infrastructure_failures
         again: bool = self.ask("retry", (view_group(group), cause), (bool,))
         return again and failures < self.state.limits.most_attempts(cause)
 

@@ -12,7 +12,7 @@ from engine.scheduling.reactions import assign_replicas_and_weights
 from engine.scheduling.steps import is_unsaved, no_step_left, order_checkpoint, order_publication
 from engine.scheduling.validation import cancel_validations, close_validations, send_rows
 from engine.states.causes import waits_for_groups
-from engine.states.orders import DEADLINE, FILL, GIVE_UP
+from engine.states.orders import DEADLINE, GIVE_UP
 from engine.states.replica import Replica
 from engine.states.state import State
 
@@ -149,7 +149,7 @@ def _is_stuck(state: State) -> bool:
         or state.groups.stages.out
     ):
         return False
-    if state.timer_is_set(GIVE_UP) or state.timer_is_set(FILL):
+    if state.timer_is_set(GIVE_UP):
         return False
     if state.orders.open["stop rows"]:
         return False  # rows that were cut short are measured again

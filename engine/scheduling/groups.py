@@ -27,12 +27,10 @@ from engine.ids import NO_VERSION, EventId, GroupId, ReplicaId, Version
 from engine.scheduling.core import Core
 from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
 from engine.scheduling.stragglers import measure_pace
-from engine.scheduling.timers import MOST_STARTS, start_rest_at_once
-from engine.states.group import NOTHING_STORED, Group, Outcome, Stored, admit
-from engine.states.groups import Key
+from engine.states.group import Group
 from engine.states.laws import require
 from engine.states.limits import GENERATED, QUEUED
-from engine.states.orders import FILL, KINDS_OF_SUBJECTS, Order, Owner
+from engine.states.orders import KINDS_OF_SUBJECTS, Order, Owner
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
 from engine.states.timeouts import CUT_SHORT
@@ -90,7 +88,7 @@ def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
     groups.draw(event.first, event.count)
     for place, known in enumerate(json.loads(event.described) if event.described else ()):
         if known is not None:
-            groups.live[event.first + place].outcome = Outcome(json.dumps(known))
+            groups.live[event.first + place].described = json.dumps(known)
     prepare_groups(core, range(event.first, event.first + event.count))
 
 
@@ -116,10 +114,9 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
         replica.failed_groups = 0
     if core.state.limits.straggler_factor is not None:
         measure_pace(core, group, replica, _attempt(core, event))
-    if group.rare.failed_on >= 0:
-        group.note(failed_on=-1)
+    group.failed_on = -1
     if groups.stages.at[GENERATED]:
-        group.outcome = Outcome(event.described, event.reward_mean)
+        group.described, group.reward_mean = event.described, event.reward_mean
         if enter_added_state(core, group, GENERATED):
             return
     _complete_group(core, group, event)
@@ -131,21 +128,20 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     groups = state.groups
     state.process(ADDED_STATES, 0).deaths = 0  # progress
     group, stage = groups.live[event.group], groups.stages.by_name[event.state]
-    described = event.described or group.outcome.described
+    group.described = event.described or group.described
     if stage.place == QUEUED:
-        group.note(prepared=True)
-        group.outcome = Outcome(described)
+        group.prepared = True
         if not enter_added_state(core, group, QUEUED, stage.number):
             groups.fire(group, "prepare")
         return
-    group.outcome = Outcome(described, event.reward_mean)
+    group.reward_mean = event.reward_mean
     if enter_added_state(core, group, GENERATED, stage.number):
         return
     outcome = GroupGenerated(
-        group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.stored.tokens,
-        oldest_version=group.stored.oldest_version, newest_version=group.stored.newest_version,
+        group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.tokens,
+        oldest_version=group.oldest_version, newest_version=group.newest_version,
         trainable=event.trainable, reward_mean=event.reward_mean, reward_spread=event.reward_spread,
-        described=described,
+        described=group.described,
     )  # fmt: skip
     stamp(outcome, event.id, event.at)
     _complete_group(core, group, outcome)
@@ -166,7 +162,7 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
     ending = core.state.ending
     ending.failed_in_a_row = 0
     ending.note_judged(core.state.limits.failures_in_a_row, failed=False)
-    group.outcome = Outcome(event.described, event.reward_mean, event.at)
+    group.described, group.reward_mean, group.ready_at = event.described, event.reward_mean, event.at
     core.state.completed[group.id] = event.reward_mean
     keep = core.decisions.keeps(event)
     core.state.groups.fire(group, "generate")
@@ -188,7 +184,7 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
     if park is not None and park.reason:
         park_after_failure(core, group, _cause_of_hang(core, group, _attempt(core, event).at), park.reason)
     elif park is not None:
-        group.note(moved=True, failed_on=event.replica)
+        group.moved, group.failed_on = True, event.replica
         _park_uncharged(core, group)
     elif core.state.replicas.by_id[event.replica].state == "ready":  # it was not paused, so this could repeat forever
         park_after_failure(core, group, "infrastructure", "its replica aborted it without an order")
@@ -211,8 +207,9 @@ def on_order_progressed(core: Core, event: OrderProgressed) -> None:
     order = core.state.orders.matched[event.id][0]
     if not event.finished or not isinstance(order.command, StartGroup | ResumeGroup):
         return
-    if event.finished > order.finished:
-        core.state.orders.note_finished(order, event.finished)
+    group = core.state.groups.live[order.id]
+    if event.finished > group.finished:
+        core.state.groups.finish_trajectories(group, event.finished)
 
 
 def on_cache_measured(core: Core, event: CacheMeasured) -> None:
@@ -229,15 +226,14 @@ def limit_replica(core: Core, replica: Replica) -> None:
 
     seen = view_replica(core.state, replica)
     replica.limit = core.decisions.ask("concurrency", (seen,), (int,), unlawful)
-    core.state.replicas.update(replica)
 
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:
     group, replica = core.state.groups.live[event.group], core.state.replicas.by_id[event.replica]
     replica.failed += 1
     if event.cause == "data":
-        group.stored = NOTHING_STORED
-    group.note(failed_on=event.replica)
+        group.forget_tokens()
+    group.failed_on = event.replica
     park_after_failure(core, group, event.cause, event.reason)
     if event.cause == "infrastructure":
         _blame_replica(core, replica, event)
@@ -287,7 +283,7 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
 def _cause_of_hang(core: Core, group: Group, began: float) -> str:
     """The cause that an attempt is charged to after it exceeded its limit: `data` if the prompt hung before and
     other groups were generated meanwhile; otherwise a machine may be the cause."""
-    return "data" if group.rare.exceeded > 1 and core.state.groups.generated_at > began else "infrastructure"
+    return "data" if group.exceeded > 1 and core.state.groups.generated_at > began else "infrastructure"
 
 
 def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> None:
@@ -297,14 +293,14 @@ def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> Non
     park_group(core, group)
     if not again:
         _give_up_group(core, group)
-    elif group.rare.truncate and not group.stored.tokens:
+    elif group.truncate and not group.tokens:
         release_group(core, group, "drop")
 
 
 def _park_uncharged(core: Core, group: Group) -> None:
     """Park a group without charging it an attempt. Drop it if it must be truncated but has no tokens."""
     park_group(core, group)
-    if group.rare.truncate and not group.stored.tokens:
+    if group.truncate and not group.tokens:
         release_group(core, group, "drop")
 
 
@@ -316,12 +312,13 @@ def _give_up_group(core: Core, group: Group) -> None:
 
 def park_group(core: Core, group: Group) -> None:
     """Park a running group: it keeps its place, and resumes in the order of the resume policy."""
-    core.state.groups.fire(group, "abort", resume_key(core, group))
+    group.resume_key = resume_key(core, group)
+    core.state.groups.fire(group, "abort")
 
 
-def resume_key(core: Core, group: Group) -> Key:
+def resume_key(core: Core, group: Group) -> tuple[int | float, ...]:
     """The group's sort key among the parked groups."""
-    key: Key = core.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
+    key: tuple[int | float, ...] = core.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
     return key
 
 
@@ -349,17 +346,17 @@ def drop_group(core: Core, group: Group) -> None:
 def _note_stored(
     core: Core, group: Group, event: GroupGenerated | GroupAborted | PrefixStored, unfinished: int = 0
 ) -> None:
-    oldest, newest, before = event.oldest_version, event.newest_version, group.stored
+    oldest, newest = event.oldest_version, event.newest_version
+    group.tokens, group.unfinished = event.tokens, unfinished
     if oldest == NO_VERSION:
-        group.stored = before._replace(tokens=event.tokens, unfinished=unfinished)
         return
-    if not group.admission.version <= oldest <= newest <= core.state.training.latest_version:
+    if not group.admitted_version <= oldest <= newest <= core.state.training.latest_version:
         require(
             False, "law 6: a replica reported tokens of versions that the group cannot have",
-            group=group.id, admitted=group.admission.version, oldest=oldest, newest=newest,
+            group=group.id, admitted=group.admitted_version, oldest=oldest, newest=newest,
             latest=core.state.training.latest_version,
         )  # fmt: skip
-    group.stored = Stored(event.tokens, unfinished, oldest, max(newest, before.newest_version))
+    group.oldest_version, group.newest_version = oldest, max(newest, group.newest_version)
 
 
 # orders
@@ -372,74 +369,64 @@ def start_groups(core: Core) -> None:
     groups = state.groups
     if not state.takes_work:
         return
-    if not state.timer_is_set(FILL):
-        left, freed = MOST_STARTS, state.orders.ends_by_owner()
-        if groups.ledger.parked:
-            left = _resume_groups(core, left, freed)
-        if groups.waiting:
-            _admit_groups(core, left, freed)
+    freed = state.orders.ends_by_owner()
+    if groups.parked and groups.ledger.running < state.limits.max_concurrent_groups:
+        _resume_groups(core, freed)
+    if groups.waiting:
+        _admit_groups(core, freed)
+    state.replicas.starting = None
     if not groups.exhausted and not state.asked:
         _draw_prompts(core)
 
 
-def _resume_groups(core: Core, most: int, freed: Mapping[Owner, EventId]) -> int:
-    """Resume at most `most` groups. `freed`: the event that freed a slot of each replica, if one did. Returns how many
-    more this tick may start."""
+def _resume_groups(core: Core, freed: Mapping[Owner, EventId]) -> None:
+    """Resume parked groups, in the order of the resume policy. `freed`: the event that freed a slot of each replica, if
+    one did."""
     state = core.state
-    groups = state.groups
-    while groups.ledger.running < state.limits.max_concurrent_groups:
-        newest = state.replicas.newest_version
-        group = groups.next_parked(newest) if newest >= 0 else None
-        if group is None:
-            return most
-        if not most:
-            start_rest_at_once(core)
-            return 0
+    groups, slots = state.groups, state.replicas.start_on()
+    if slots.newest_version == NO_VERSION:
+        return
+    for _, id in sorted((groups.live[id].resume_key, id) for id in groups.parked):
+        group, newest = groups.live[id], slots.newest_version
+        if newest == NO_VERSION or groups.ledger.running >= state.limits.max_concurrent_groups:
+            return
+        if group.resumes_from > newest:
+            continue
         replica = _dispatch(core, group, group.resumes_from)
         if replica is None:
-            return most
-        most -= 1
+            return
         groups.fire(group, "resume")
         group.attempt += 1
-        known = group.stored.tokens if state.limits.straggler_factor is not None else 0
-        if group.rare.resumed_tokens != known:
-            group.note(resumed_tokens=known)
-        order = replica.address_of(group) | {"admitted_version": group.admission.version}
+        group.resumed_tokens = group.tokens if state.limits.straggler_factor is not None else 0
+        order = replica.address_of(group) | {"admitted_version": group.admitted_version}
         order["cause"] = freed.get(replica.id, -1)
-        if group.stored.tokens:
-            core.state.orders.add(ResumeGroup(**order, truncate=group.rare.truncate))
+        if group.tokens:
+            core.state.orders.add(ResumeGroup(**order, truncate=group.truncate))
         else:
             core.state.orders.add(StartGroup(**order))
-    return most
 
 
-def _admit_groups(core: Core, most: int, freed: Mapping[Owner, EventId]) -> None:
-    """Start at most `most` new groups, each on a version with a place left (law 3): on the oldest such version or a
-    newer one, because places grow with the version."""
+def _admit_groups(core: Core, freed: Mapping[Owner, EventId]) -> None:
+    """Start new groups, each on a version with a place left (law 3): on the oldest such version or a newer one, because
+    places grow with the version."""
     state = core.state
     groups = state.groups
     limits = state.limits
     legal = min(state.capacity, len(groups.waiting))
     if legal <= 0:
         return
-    if not most:
-        start_rest_at_once(core)
-        return
     law = f"it must return an integer from 0 to {legal}"
     count = core.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
     held, places = state.held, {version: state.places(version) for version in state.training.steps_in}
     for started in range(count):
-        if started == most:
-            start_rest_at_once(core)
-            return
         oldest = next((version for version, most_held in places.items() if held + started < most_held), None)
         group = groups.live[groups.waiting[0]]
         replica = None if oldest is None else _dispatch(core, group, oldest)
         if replica is None:
             return
         groups.waiting.popleft()
-        steps = state.training.steps_in[replica.version]
-        group.admission = admit(replica.version, steps + limits.max_staleness_steps)
+        group.admitted_version = replica.version
+        group.deadline = state.training.steps_in[replica.version] + limits.max_staleness_steps
         group.started_at = state.now
         groups.fire(group, "start")
         group.attempt += 1
@@ -449,16 +436,20 @@ def _admit_groups(core: Core, most: int, freed: Mapping[Owner, EventId]) -> None
 
 
 def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
-    state = core.state
-    replicas = state.replicas
+    """Take a slot for a group, on the replica that the dispatch policy chooses."""
+    slots = core.state.replicas.start_on()
 
     def unlawful(id: ReplicaId | None) -> str:
-        if id is None or replicas.open_version(id) >= oldest:
+        if id is None or slots.version_of(id) >= oldest:
             return ""
         return f"it must choose a ready replica with a free slot and version {oldest} or newer, or None"
 
     id = core.decisions.ask("dispatch", (oldest, group.id), (int, type(None)), unlawful)
-    return None if id is None else replicas.by_id[id]
+    if id is None:
+        return None
+    replica = core.state.replicas.by_id[id]
+    slots.take(replica)
+    return replica
 
 
 def _draw_prompts(core: Core) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from engine.commands import StartProcess, StopProcess
 from engine.scheduling.core import Core
-from engine.scheduling.timers import MOST_STARTS, start_rest_at_once
 from engine.states.process import ADDED_STATES, POOL_TAKEN, REPLICA, SCORER, TRAINER, Process
 
 REASON_LENGTH = 1000
@@ -20,23 +19,10 @@ REFILLED_BY_STEPS = (REPLICA, TRAINER)
 
 def launch_replicas(core: Core, replicas: int) -> None:
     """Start those of the first `replicas` replicas that are wanted and gone."""
-    core.state.replicas.launched, core.state.replicas.launching = 0, replicas
-    continue_launch(core)
-
-
-def continue_launch(core: Core) -> None:
-    """Start the next replicas of a launch, at most `MOST_STARTS` in one tick."""
-    state, left = core.state, MOST_STARTS
-    replicas = state.replicas
-    while replicas.launched < replicas.launching:
-        process = state.process(REPLICA, replicas.launched)
+    for index in range(replicas):
+        process = core.state.process(REPLICA, index)
         if process.state == "gone" and process.wanted and not process.deaths:
-            if not left:
-                start_rest_at_once(core)
-                return
-            left -= 1
             start_process(core, process)
-        replicas.launched += 1
 
 
 def start_process(core: Core, process: Process, **beginning: Any) -> None:

@@ -18,7 +18,7 @@ from engine.scheduling.steps import (
     take_saved,
 )
 from engine.scheduling.validation import begin_validations_again
-from engine.states.group import NOTHING_STORED, Group
+from engine.states.group import Group
 from engine.states.laws import require
 from engine.states.limits import QUEUED
 from engine.states.machine import Phase
@@ -98,7 +98,7 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
 
 def _prepare_anew(core: Core, group: Group) -> None:
     """Let a group that waits pass through all added states before generation once more."""
-    group.note(prepared=False)
+    group.prepared = False
     if group.state != QUEUED:
         core.state.groups.fire(group, "prepare")
     prepare_groups(core, [group.id])
@@ -110,13 +110,15 @@ def _begin_work_again(core: Core, event: RunResumed) -> None:
     groups = state.groups
     for id in event.missing:
         group = groups.live[id]
-        group.stored = NOTHING_STORED
+        group.forget_tokens()
         if groups.phase_of(group.state) is Phase.WAITING:
             _prepare_anew(core, group)
-        elif group.rare.prepared:
+        elif group.prepared:
             drop_group(core, group)  # its prompt is lost, and a group that has begun cannot be prepared again
         else:
-            groups.begin_anew(group, resume_key(core, group))
+            group.resume_key = resume_key(core, group)
+            if group.state != "aborted":
+                groups.fire(group, "lose")
     for step in state.training.formed_steps:
         begin_step_again(core, step)
         if step.failures >= state.limits.infrastructure_attempts:

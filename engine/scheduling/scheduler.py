@@ -70,7 +70,7 @@ from engine.scheduling.timers import on_timer_fired
 from engine.states.laws import check_tick
 from engine.states.limits import Limits
 from engine.states.machine import Observer
-from engine.states.orders import DEADLINE, DRAIN, FILL, GIVE_UP
+from engine.states.orders import DEADLINE, DRAIN, GIVE_UP
 from engine.states.state import State
 from engine.states.view import View
 
@@ -175,7 +175,6 @@ TIMERS: Mapping[str, Callable[[Core], None]] = {
     DEADLINE: steps.act_on_stragglers,
     DRAIN: departures.on_drain_timer,
     GIVE_UP: lambda core: None,  # once it is no longer set, the run may end
-    FILL: lifetimes.continue_launch,
 }
 """The action of each fired timer, in this order."""
 

@@ -213,11 +213,11 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
     for group in stragglers:
         if group.state in state.groups.stages.by_name:
             continue  # it is generated already: there is nothing to truncate
-        group.note(truncate=True)
+        group.truncate = True
         replica = state.replicas.of_group(group.id)
         if replica is not None:
             core.state.orders.add(TruncateGroup(**replica.address_of(group)))
-        elif not group.stored.tokens:
+        elif not group.tokens:
             drop_group(core, group)
 
 

@@ -6,7 +6,6 @@ attempt; the group continues from its prefixes.
 """
 
 from engine.commands import ParkGroup, ResumeGroup
-from engine.ids import NO_VERSION
 from engine.scheduling.core import Core
 from engine.states.group import Group
 from engine.states.orders import Order
@@ -18,35 +17,36 @@ WEIGHT = 0.2
 
 def measure_pace(core: Core, group: Group, replica: Replica, attempt: Order) -> None:
     """Measure a finished group from the start of its attempt, unless it was resumed while paces were not compared."""
-    before = group.rare.resumed_tokens
-    tokens = group.stored.tokens - before
+    before = group.resumed_tokens
+    tokens = group.tokens - before
     if tokens <= 0 or (isinstance(attempt.command, ResumeGroup) and not before):
         return
     pace = (core.state.now - attempt.at) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
-    core.state.replicas.compare_pace(replica)
 
 
 def move_groups_off_slow_replicas(core: Core) -> None:
     """If a fast replica has slots that nothing else needs, park groups of slow replicas, earliest deadline first.
-    They resume on a fast replica, because dispatch avoids the replica they come from. Visits slow replicas only.
-    """
+    They resume on a fast replica, because dispatch avoids the replica they come from."""
     state, replicas = core.state, core.state.replicas
     factor = state.limits.straggler_factor
-    if factor is None or state.ending.draining:
+    if factor is None or state.ending.draining or (state.groups.waiting and state.capacity):
         return
-    if replicas.newest_version == NO_VERSION or (state.groups.waiting and state.capacity):
-        return
-    slow, parking = replicas.slow(factor), state.orders.open["park"]
+    slow = replicas.slow(factor)
     if not slow:
         return
     newest, free = replicas.room_beside(slow)
+    parking = state.orders.open["park"]
     room = free - state.groups.ledger.parked - len(parking)
     if room <= 0:
         return
-    ready = [replica for replica in slow if replica.state == "ready" and not replica.process.leaves]
-    groups = [(state.groups.live[id], replica) for replica in ready for id in replicas.running(replica)]
-    movable = [(g, r) for g, r in groups if g.id not in parking and not g.rare.moved and g.resumes_from <= newest]
+    movable = [
+        (group, replica)
+        for replica in slow
+        if replica.state == "ready" and not replica.process.leaves
+        for group in map(state.groups.live.__getitem__, replicas.running(replica))
+        if group.id not in parking and not group.moved and group.resumes_from <= newest
+    ]
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
         core.state.orders.add(ParkGroup(**replica.address_of(group)))

@@ -6,10 +6,6 @@ Called by the other modules of `scheduling/`. What follows from a timer that fir
 from engine.commands import CancelTimer, SetTimer
 from engine.events import TimerFired
 from engine.scheduling.core import Core
-from engine.states.orders import FILL
-
-MOST_STARTS = 256
-"""Maximum number of groups, and of replicas, that one tick starts. A timer that fires at once starts the rest."""
 
 
 def set_timer(core: Core, name: str, delay_s: float) -> None:
@@ -33,12 +29,6 @@ def cancel_timer(core: Core, name: str) -> None:
     order = state.orders.find("timer", name)
     if order is not None:
         state.orders.add(CancelTimer(name=name, timer=order.number))
-
-
-def start_rest_at_once(core: Core) -> None:
-    """Start the rest in another tick, so that no tick takes long."""
-    if not core.state.timer_is_set(FILL):
-        set_timer(core, FILL, 0.0)
 
 
 def on_timer_fired(core: Core, event: TimerFired) -> None:

@@ -6,7 +6,6 @@ The table is the law of what may happen to a group; the record is what the sched
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
 from engine.states.machine import Phase, Table, Transition, transitions
@@ -53,8 +52,35 @@ GROUP = Table(
 )
 
 
-class RareFacts(NamedTuple):
-    """What few groups have: those that failed, hung or were moved, truncated, prepared, or parked with a resume key."""
+@dataclass(slots=True, eq=False)
+class Group:
+    """What the scheduler knows of one live group. Versions are `NO_VERSION` until known."""
+
+    id: GroupId
+    state: str = GROUP.initial
+    attempt: int = 0
+    started_at: float = 0.0
+    admitted_version: Version = NO_VERSION
+    """The version of the weights that it started on. Its tokens may come from no older one."""
+    deadline: int = -1
+    """The last train step that may consume it: steps in the version it was admitted on, plus S."""
+    finished: int = 0
+    """Trajectories of its running attempt that have ended, by the newest report."""
+
+    # what its attempts left in the trajectory store
+    tokens: int = 0
+    """0: the next attempt begins with the prompt."""
+    unfinished: int = 0
+    """Trajectories that have not ended."""
+    oldest_version: Version = NO_VERSION
+    newest_version: Version = NO_VERSION
+    """Newest version any token can have; the group resumes only on a replica at least as new."""
+
+    # what policies see of a generated group
+    described: str = ""
+    """Columns, lengths and rewards, as JSON; empty if its events say nothing."""
+    reward_mean: float = 0.0
+    ready_at: float = 0.0
 
     infrastructure_failures: int = 0
     data_failures: int = 0
@@ -69,90 +95,19 @@ class RareFacts(NamedTuple):
     resumed_tokens: int = 0
     """Tokens it had when it was last resumed; 0 if the paces of replicas were not compared then."""
     resume_key: tuple[int | float, ...] = ()
-    """While it is parked: the key by which the resume policy orders it; empty: its deadline alone."""
+    """The key by which the resume policy ordered it when it was last parked: the smallest resumes first."""
     prepared: bool = False
     """An added state before generation has stored its prompt."""
 
-
-class Admission(NamedTuple):
-    """On which version a group started, and its deadline. They never change; groups with the same values share them."""
-
-    version: Version = NO_VERSION
-    """Oldest version that its tokens may come from."""
-    deadline: int = -1
-    """The last train step that may consume it: steps in the version it was admitted on, plus S."""
-
-
-class Stored(NamedTuple):
-    """What the attempts of a group left in the trajectory store."""
-
-    tokens: int = 0
-    """0: the next attempt begins with the prompt."""
-    unfinished: int = 0
-    """Trajectories that have not ended."""
-    oldest_version: Version = NO_VERSION
-    newest_version: Version = NO_VERSION
-    """Newest version any token can have; the group resumes only on a replica at least as new."""
-
-
-class Outcome(NamedTuple):
-    """What policies see of a generated group. Before generation, only `described` is set."""
-
-    described: str = ""
-    """Columns, lengths and rewards, as JSON; empty if its events say nothing."""
-    reward_mean: float = 0.0
-    ready_at: float = 0.0
-
-
-NO_RARE_FACTS, NOT_ADMITTED, NOTHING_STORED, NO_OUTCOME = RareFacts(), Admission(), Stored(), Outcome()
-"""Shared by all groups that have no others, so that a live group takes little memory."""
-admit = lru_cache(maxsize=64)(Admission)
-"""Returns the same object for the same arguments, so that groups share it."""
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """What the scheduler knows of one live group. Versions are `NO_VERSION` until known."""
-
-    id: GroupId
-    state: str = GROUP.initial
-    attempt: int = 0
-    started_at: float = 0.0
-    admission: Admission = NOT_ADMITTED
-    stored: Stored = NOTHING_STORED
-    outcome: Outcome = NO_OUTCOME
-    rare: RareFacts = NO_RARE_FACTS
-
-    def note(self, **facts: Any) -> None:
-        """Note rare facts, by the names of their fields."""
-        noted = self.rare._replace(**facts)
-        self.rare = NO_RARE_FACTS if noted == NO_RARE_FACTS else noted
-
-    def share(self) -> None:
-        """Replace each part by the equal one that other groups share, if there is one."""
-        self.admission = admit(*self.admission)
-        self.stored = NOTHING_STORED if self.stored == NOTHING_STORED else self.stored
-        self.outcome = NO_OUTCOME if self.outcome == NO_OUTCOME else self.outcome
-        self.note()
-
-    @property
-    def exceeded(self) -> int:
-        """The name that all records with such a count have (`order_times.CountsExceeded`)."""
-        return self.rare.exceeded
-
-    @exceeded.setter
-    def exceeded(self, count: int) -> None:
-        self.note(exceeded=count)
-
-    @property
-    def deadline(self) -> int:
-        return self.admission.deadline
+    def forget_tokens(self) -> None:
+        """What the trajectory store has of it is gone or unusable: its next attempt begins with the prompt."""
+        self.tokens = self.unfinished = 0
+        self.oldest_version = self.newest_version = NO_VERSION
 
     @property
     def resumes_from(self) -> Version:
         """The oldest weights version it may continue under (law 3)."""
-        admitted, newest = self.admission.version, self.stored.newest_version
-        return admitted if admitted > newest else newest
+        return max(self.admitted_version, self.newest_version)
 
 
 BETWEEN = {"queued": ("queued", "generating"), "generated": ("generated", "batched")}

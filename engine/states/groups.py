@@ -7,13 +7,12 @@ or entered added states, the ledger and a few figures. `rebuild` makes the other
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from heapq import heappop, heappush
 from operator import attrgetter
 
-from engine.ids import GroupId, StepId, Version
+from engine.ids import GroupId, StepId
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
-from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, UNREADY, WAITING, Deadlines, Ledger
+from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, RUNNING, UNREADY, WAITING, Deadlines, Ledger
 from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Moves, Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
@@ -21,8 +20,6 @@ from engine.states.stage_queues import Stages
 from engine.states.training import Training
 
 PHASES = tuple(Phase)
-Key = tuple[float, ...]
-"""Numbers by which parked groups are ordered: the smallest resumes first."""
 
 
 class Groups:
@@ -54,7 +51,7 @@ class Groups:
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
         self.machine = SharedMachine(table, moves, observe)
         self._phases = {state: int(phase) for state, phase in (table.phases or {}).items()}
-        self._leave = {PARKED: self._leave_parked, READY: self._leave_ready}
+        self._leave = {RUNNING: self._leave_running, PARKED: self._leave_parked, READY: self._leave_ready}
         self._enter = {
             PARKED: self._enter_parked, READY: self._enter_ready, CONSUMED: self._end, RELEASED: self._end,
         }  # fmt: skip
@@ -66,18 +63,20 @@ class Groups:
     def rebuild(self, surplus: int) -> None:
         """Make the lists and counts that follow from the groups."""
         self.waiting: deque[GroupId] = deque()
-        self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
-        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries
-        are skipped."""
+        self.parked: dict[GroupId, None] = {}
+        """Groups that wait for a replica to resume on. A dict for its order."""
+        self.finishing: dict[GroupId, None] = {}
+        """Running groups of which a trajectory has ended."""
         self.deadlines = Deadlines(surplus)
         for group in self.live.values():
-            group.share()
             phase = self._phases[group.state]
             self.deadlines.count(group.deadline, phase)
             if group.state == QUEUED:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
-                self._park(group, group.rare.resume_key or (group.deadline,))
+                self.parked[group.id] = None
+            elif phase == RUNNING and group.finished:
+                self.finishing[group.id] = None
 
     def use(self, limits: Limits) -> None:
         """Use other bounds from now on. Groups keep their deadlines."""
@@ -103,32 +102,36 @@ class Groups:
         self.ready.clear()
         self.stages.clear()
         for id, before in live.items():
-            group, rare = self.live[id], before.rare
-            group.attempt = before.attempt
-            group.note(infrastructure_failures=rare.infrastructure_failures, data_failures=rare.data_failures)
-            group.exceeded = rare.exceeded
+            group = self.live[id]
+            group.attempt, group.exceeded = before.attempt, before.exceeded
+            group.infrastructure_failures, group.data_failures = before.infrastructure_failures, before.data_failures
         self.rebuild(self.deadlines.surplus)
         self.ledger.branch(waiting=len(self.live), consumed=len(consumed), released=len(released))
 
     # changes of state
 
-    def fire(self, group: Group, trigger: str, key: Key = ()) -> None:
+    def fire(self, group: Group, trigger: str) -> None:
         """The only way to change the state of a group. Updates the books and lists of the phases that it leaves and
-        enters. `key`: its place among the parked groups, if it enters them."""
+        enters."""
         before = group.state
         self.machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
         self.ledger.move(source, target)
-        self.deadlines.move(group.admission.deadline, source, target)
+        self.deadlines.move(group.deadline, source, target)
         leave, enter = self._leave.get(source), self._enter.get(target)
         if leave is not None:
             leave(group, before)
         if enter is not None:
-            enter(group, key)
+            enter(group)
 
     def phase_of(self, state: str) -> Phase:
         """The phase of a state of groups."""
         return PHASES[self._phases[state]]
+
+    def finish_trajectories(self, group: Group, finished: int) -> None:
+        """Note that so many trajectories of a running group have ended."""
+        group.finished = finished
+        self.finishing[group.id] = None
 
     def unready(self, until: StepId) -> list[Group]:
         """Started groups with deadline ≤ `until` that are not ready, in the order in which they started. Visits all
@@ -144,77 +147,38 @@ class Groups:
         elif self._phases[group.state] == WAITING:
             self.waiting.remove(group.id)
 
-    def _enter_waiting(self, group: Group, key: Key) -> None:
+    def _enter_waiting(self, group: Group) -> None:
         """A queued group waits in the order of the draws, whenever added states finished their work on it."""
         if group.state == QUEUED:
             insort(self.waiting, group.id)
         else:
             self.stages.enter(group.state, group.id)
 
+    def _leave_running(self, group: Group, before: str) -> None:
+        if group.finished:
+            group.finished = 0
+            del self.finishing[group.id]
+
     def _leave_parked(self, group: Group, before: str) -> None:
-        if group.rare.resume_key:
-            group.note(resume_key=())
         if before == "aborted":
-            self._forget_parked(group)
+            del self.parked[group.id]
         else:
             self.stages.leave(before, group.id)
 
     def _leave_ready(self, group: Group, before: str) -> None:
         del self.ready[group.id]
 
-    def _enter_parked(self, group: Group, key: Key) -> None:
+    def _enter_parked(self, group: Group) -> None:
         if group.state == "aborted":
-            self._park(group, key)
+            self.parked[group.id] = None
         else:
             self.stages.enter(group.state, group.id)
 
-    def _enter_ready(self, group: Group, key: Key) -> None:
+    def _enter_ready(self, group: Group) -> None:
         self.ready[group.id] = None
 
-    def _end(self, group: Group, key: Key) -> None:
+    def _end(self, group: Group) -> None:
         """The group was trained on, or released."""
         del self.live[group.id]
         if self._checkpoints.tracks and self._phases[group.state] == RELEASED:
             self._checkpoints.release(group.id, self._training.steps_trained)
-
-    # parked groups
-
-    def begin_anew(self, group: Group, key: Key) -> None:
-        """Park a group that was ready or parked and has forgotten its tokens. It keeps its place, and its next attempt
-        starts from nothing."""
-        if group.state == "aborted":
-            self._park(group, key)  # its old entry is skipped
-        else:
-            self.fire(group, "lose", key)
-
-    def next_parked(self, newest: Version) -> Group | None:
-        """The parked group with the smallest key that may resume on a replica at version `newest`."""
-        best: tuple[Key, GroupId] | None = None
-        for version in sorted(self.parked):
-            heap = self.parked[version]
-            while heap and not self._is_parked(*heap[0], version):
-                heappop(heap)
-            if not heap:
-                del self.parked[version]
-            elif version <= newest and (best is None or heap[0] < best):
-                best = heap[0]
-        return None if best is None else self.live[best[1]]
-
-    def _park(self, group: Group, key: Key) -> None:
-        noted = key if key != (group.deadline,) else ()
-        if group.rare.resume_key != noted:
-            group.note(resume_key=noted)
-        heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
-
-    def _forget_parked(self, group: Group) -> None:
-        """Drop the entry of a group that resumes, the first of its heap; others are skipped when they surface."""
-        heap = self.parked.get(group.resumes_from)
-        if heap and heap[0][1] == group.id:
-            heappop(heap)
-
-    def _is_parked(self, key: Key, id: GroupId, version: Version) -> bool:
-        """Whether an entry of a heap in `parked` is still true: its group may have begun anew since."""
-        group = self.live.get(id)
-        if group is None or group.state != "aborted" or group.resumes_from != version:
-            return False
-        return key == (group.rare.resume_key or (group.deadline,))

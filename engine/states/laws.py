@@ -95,9 +95,10 @@ def check_all(state: State) -> None:
     require(due == groups.deadlines.by_deadline(), "law 4: deadline books and records differ", records=due)
     queued = [group.id for group in groups.live.values() if group.state == "queued"]
     require(queued == list(groups.waiting), "law 1: the waiting list and the records differ")
-    parked = {id for heap in groups.parked.values() for _, id in heap}
     aborted = {group.id for group in groups.live.values() if group.state == "aborted"}
-    require(parked >= aborted, "law 7: a parked group is forgotten")
+    require({*groups.parked} == aborted, "law 7: the list of parked groups and the records differ")
+    finishing = {group.id for group in groups.live.values() if group.finished}
+    require({*groups.finishing} == finishing, "law 2: the list of groups that finish and the records differ")
     require(set(groups.ready) == {g.id for g in groups.live.values() if groups.phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
@@ -106,12 +107,11 @@ def check_all(state: State) -> None:
         check_processes(state)
         check_stages(state)
         check_pools(state)
-        check_free_slots(state)
 
 
 def _check_deadline(state: State, group: Group) -> None:
     """The deadline of a started group is that of its admission. After a change of S it may be an earlier or later S."""
-    admitted, bound = state.training.steps_in[group.admission.version], state.limits.max_staleness_steps
+    admitted, bound = state.training.steps_in[group.admitted_version], state.limits.max_staleness_steps
     if group.deadline != admitted + bound:
         changed = bool(state.settings) and group.deadline <= admitted + state.groups.loosest
         require(changed, "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=admitted + bound)
@@ -137,18 +137,12 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
             replica=replica.id,
         )
         for id, order in running.items():
-            attempt = getattr(order.command, "attempt", None)
-            require(id in groups.live and groups.live[id].attempt == attempt,
-                    "law 10: an attempt runs that its group does not know", group=id, attempt=attempt)  # fmt: skip
-            require(0 <= order.finished <= replica.samples, "law 2: more trajectories ended than were running",
-                    group=id, finished=order.finished, most=replica.samples)  # fmt: skip
+            attempt, group = getattr(order.command, "attempt", None), groups.live.get(id)
+            known = group is not None and group.attempt == attempt
+            require(known, "law 10: an attempt runs that its group does not know", group=id, attempt=attempt)
+            require(group is None or 0 <= group.finished <= replica.samples,
+                    "law 2: more trajectories ended than were running", group=id, most=replica.samples)  # fmt: skip
     return seats
-
-
-def check_free_slots(state: State) -> None:
-    """The index of free slots has what a walk over the replicas finds."""
-    kept, found = state.replicas.figures(), state.replicas.anew().figures()
-    require(kept == found, "law 3: the index of free slots and the replicas differ", kept=kept, found=found)
 
 
 IN_SYNC = {

@@ -373,11 +373,6 @@ class Limits:
         own_from = self.validation.own_from if self.validation is not None else None
         return own_from is not None and replica >= own_from
 
-    def rollouts_among(self, first: ReplicaId, last: ReplicaId) -> int:
-        """The number of replicas from `first` to before `last` that generate."""
-        own_from = self.validation.own_from if self.validation is not None else None
-        return max(0, (last if own_from is None else min(last, own_from)) - first)
-
     @property
     def failures_in_a_row(self) -> int:
         """Groups that may fail for good one after another, with none generated between them, before the run ends: four

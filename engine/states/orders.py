@@ -94,8 +94,6 @@ GIVE_UP = "give up"
 """Set while no replica is left and none is coming."""
 DRAIN = "drain"
 """Fires when a drain has taken too long: the run then stops as it is."""
-FILL = "start the rest"
-"""Set while more may be started than one tick may start: the rest follow when it fires, at once."""
 TOTAL = "timeouts.max_s"
 """The setting that limits an order from when it was given, whatever its kind."""
 SLACK_S = 0.001
@@ -251,16 +249,15 @@ def works_in_order(owner: Owner) -> bool:
 
 class Order:
     """One open order. `at`: time it was given, in seconds since the run began. `since`: time it was given, or last got
-    its full time. `overdue`: it exceeded its limit, and that was acted on. `finished`: trajectories of a running group
-    that have ended, by the newest report. What else is known of it follows from its command."""
+    its full time. `overdue`: it exceeded its limit, and that was acted on. What else is known of it follows from its
+    command."""
 
     number: int
     at: float
     since: float
     overdue: bool
-    finished: int
     command: Command
-    __slots__ = ("at", "command", "finished", "number", "overdue", "owner", "since")
+    __slots__ = ("at", "command", "number", "overdue", "owner", "since")
 
     def __init__(self, number: int, owner: Owner, command: Command, at: float) -> None:
         self.number = number
@@ -268,7 +265,6 @@ class Order:
         self.command = command
         self.at = self.since = at
         self.overdue = False
-        self.finished = 0
 
     @property
     def subject(self) -> str:
@@ -282,10 +278,6 @@ class Order:
     def id(self) -> Any:
         return _OPENINGS[type(self.command)][1](self.command)
 
-
-Listener = Callable[[Order, int], None]
-"""Called after an order has opened, progressed or closed, with the order and the change that this makes to the number
-of ended trajectories of all open orders."""
 
 _number = attrgetter("number")
 _NONE: dict[Any, Order] = {}
@@ -308,7 +300,6 @@ class OrderBook:
         """The open orders by subject and id, oldest first. Only this class changes it."""
         self.by_number = {}
         self._owned: dict[Owner, dict[str, dict[Any, Order]]] = defaultdict(lambda: defaultdict(dict))
-        self._listeners: dict[str, Listener] = {}
         self.matched: dict[EventId, tuple[Order, ...]] = {}
         """By event of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
         entry."""
@@ -362,10 +353,6 @@ class OrderBook:
             commands.append(command)
         return commands
 
-    def listen(self, subject: str, listener: Listener) -> None:
-        """Call a listener after every change of the open orders of a subject."""
-        self._listeners[subject] = listener
-
     def scorer(self, task: str) -> Owner:
         """The owner of a scoring task."""
         return f"{SCORER_OF}{task}" if task in self._apart else TRAINER
@@ -401,15 +388,6 @@ class OrderBook:
         owner: Owner = own(self, command)
         order = orders[id] = self.by_number[number] = Order(number, owner, command, self.event.at)
         self._owned[owner][subject][id] = order
-        listener = self._listeners.get(subject)
-        if listener is not None:
-            listener(order, 0)
-
-    def note_finished(self, order: Order, finished: int) -> None:
-        """Note that `finished` trajectories of a running group have ended, more than were known."""
-        more = finished - order.finished
-        order.finished = finished
-        self._listeners[order.subject](order, more)
 
     def rebuild(self) -> None:
         """Make the indexes anew from `by_number`."""
@@ -490,9 +468,6 @@ class OrderBook:
         subject, identify, _, _ = _OPENINGS[type(order.command)]
         id = identify(order.command)
         del self.by_number[order.number], self._owned[order.owner][subject][id], self.open[subject][id]
-        listener = self._listeners.get(subject)
-        if listener is not None:
-            listener(order, -order.finished)
 
 
 class _Rule:

@@ -1,130 +1,154 @@
-"""The replicas of a run: the registry of all, and the indexes of those that can take a group, and of their paces.
+"""The replicas of a run, and the slots that groups can take on them.
 
-Dispatch policies ask once for each start. What only groups cause asks the indexes; everything else visits the replicas,
-at most once in each tick.
+Dispatch policies ask `FreeSlots` once for each start. It is made from the replicas in each tick that starts groups;
+everything else visits the replicas when it is asked.
 """
 
-from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from operator import itemgetter
 
 from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
+from engine.states.groups import Groups
 from engine.states.orders import Order, OrderBook
 from engine.states.replica import Replica
 
 SAMPLES = 4
 """Groups that a replica must have generated in this incarnation before its pace counts."""
-CLOSED: tuple[Version, float, int] = (NO_VERSION, 0.0, 0)
-"""In the index: a replica that can take no group."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenReplica:
+    """A replica that can take a group."""
+
+    replica: Replica
+    free: int
+    """Slots that groups can take."""
+    needed: int
+    """Trajectories that have a place on it, those of validations included."""
+
+    @property
+    def load(self) -> float:
+        """The share of its places that are needed."""
+        return self.needed / (self.replica.slots * self.replica.samples)
+
+
+class FreeSlots:
+    """The replicas that can take a group, by version and load. `take` is called for each start."""
+
+    def __init__(self, replicas: Iterable[OpenReplica]) -> None:
+        self._open = {one.replica.id: one for one in replicas}
+        self._heaps: dict[Version, list[tuple[float, ReplicaId]]] = {}
+        """(load, replica) of each, by version."""
+        for id, one in self._open.items():
+            self._heaps.setdefault(one.replica.version, []).append((one.load, id))
+        for heap in self._heaps.values():
+            heapify(heap)
+
+    def take(self, replica: Replica) -> None:
+        """A group starts on a replica."""
+        one, heap = self._open[replica.id], self._heaps[replica.version]
+        if heap[0][1] == replica.id:
+            heappop(heap)
+        else:
+            heap.remove((one.load, replica.id))
+            heapify(heap)
+        one.free -= 1
+        one.needed += replica.samples
+        if one.free:
+            heappush(heap, (one.load, replica.id))
+            return
+        del self._open[replica.id]
+        if not heap:
+            del self._heaps[replica.version]
+
+    def version_of(self, id: ReplicaId) -> Version:
+        """The version of a replica that can take a group; `NO_VERSION` for any other."""
+        one = self._open.get(id)
+        return NO_VERSION if one is None else one.replica.version
+
+    @property
+    def newest_version(self) -> Version:
+        """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
+        return max(self._heaps, default=NO_VERSION)
+
+    def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> ReplicaId | None:
+        """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
+        newer; `avoid` only if no other will do."""
+        found = [self._best(version, avoid) for version in self._heaps if version >= oldest]
+        return min(found)[2] if found else None
+
+    def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> ReplicaId | None:
+        """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
+        `avoid` only if no other will do."""
+        newest_first = sorted((version for version in self._heaps if version >= oldest), reverse=True)
+        found = [self._best(version, avoid) for version in newest_first]
+        return min(found, key=itemgetter(0))[2] if found else None
+
+    def _best(self, version: Version, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
+        """The least loaded replica at a version, as (whether it is the one to avoid, its load, its id). The two
+        smallest entries of a heap are among its first three."""
+        return min([(id == avoid, load, id) for load, id in self._heaps[version][:3]])
 
 
 class Replicas:
-    """Every replica ever seen; those that can take a group, by version and load; the slots that groups free early; and
-    the replicas by pace.
-
-    The indexes follow from the replicas and the open orders for groups and rows, which the book reports. Call `update`
-    after every change of a replica's state, version, slots or limit, and `compare_pace` after one of its state or pace.
-    A call costs O(log replicas).
-    """
+    """Every replica ever seen. What runs on each is in the order book."""
 
     by_id: dict[ReplicaId, Replica]
     """All replicas, lost ones included."""
-    launched: int = 0
-    launching: int = 0
-    """Number of replicas that are wanted. Those with ids below `launched` were started if they were gone."""
 
-    def __init__(self, orders: OrderBook) -> None:
-        self._orders, self._rows = orders, orders.open["rows"]
+    def __init__(self, orders: OrderBook, groups: Groups) -> None:
+        self._orders, self._rows, self._groups = orders, orders.open["rows"], groups
         self.by_id = {}
-        self.rebuild()
+        self.starting: FreeSlots | None = None
+        """While groups are started: the slots that are left."""
 
-    def rebuild(self) -> None:
-        """Make the indexes from the replicas and the orders."""
-        self.freed = 0
-        """Slots that running groups no longer need: one for each `samples` trajectories that have ended."""
-        self.unrewarded: dict[GroupId, None] = {}
-        """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
-        self._finished: dict[ReplicaId, int] = {}
-        """By replica: ended trajectories of the groups that run on it. Each `samples` of them free a slot."""
-        self._open: dict[ReplicaId, tuple[Version, float, int]] = {}
-        """By replica that can take a group: its version; its load, the share of its slots that a validation takes or
-        the trajectories of its groups need; and the number of its slots that are free for groups."""
-        self.free_slots = 0
-        """Slots of all these replicas that are free for groups."""
-        self._heaps: dict[Version, list[tuple[float, ReplicaId]]] = {}
-        """By version of these replicas: (load, replica) at every change; outdated entries are skipped."""
-        self._members: dict[Version, int] = {}
-        """Number of these replicas, by version."""
-        self._paces: list[tuple[float, ReplicaId]] = []
-        """The replicas whose pace counts, the fastest first."""
-        self._paced: dict[ReplicaId, float] = {}
-        """Their pace in this list."""
-        for replica in self.by_id.values():
-            for order in self.running(replica).values():
-                if order.finished:
-                    self._count_finished(replica, order, order.finished)
-            self.update(replica)
-            self.compare_pace(replica)
+    @property
+    def free_slots(self) -> FreeSlots:
+        """The slots that groups can take now."""
+        return FreeSlots(self._open_to_groups()) if self.starting is None else self.starting
 
-    def note_order(self, order: Order, more: int) -> None:
-        """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
-        replica = self.by_id[int(order.owner)]
-        if more:
-            self._count_finished(replica, order, more)
-        self.update(replica)
+    def start_on(self) -> FreeSlots:
+        """The slots that groups can take, made once for all starts of a tick."""
+        self.starting = self.free_slots
+        return self.starting
 
-    def _count_finished(self, replica: Replica, order: Order, more: int) -> None:
-        before = self._finished.get(replica.id, 0)
-        self._finished[replica.id] = before + more
-        self.freed += (before + more) // replica.samples - before // replica.samples
-        if more > 0 and order.finished == replica.samples:
-            self.unrewarded[order.id] = None
-        elif more < 0:
-            self.unrewarded.pop(order.id, None)
+    def _open_to_groups(self) -> list[OpenReplica]:
+        """The replicas that can take a group, in the order of `by_id`."""
+        found, ended = [], self._count_ended()
+        for replica in list(self.by_id.values()):  # other threads may ask
+            if replica.state == "ready":
+                used, finished = len(self.running(replica)) + self.taken(replica), ended.get(replica.id, 0)
+                free = self._free(replica, used - finished // replica.samples)
+                if free:
+                    found.append(OpenReplica(replica, free, used * replica.samples - finished))
+        return found
 
-    def update(self, replica: Replica) -> None:
-        """Update the indexes of those that can take a group, after a change of a replica."""
-        id, samples, finished = replica.id, replica.samples, self._finished.get(replica.id, 0)
-        used = len(self.running(replica)) + self.taken(replica)
-        before, _, free_before = self._open.get(id, CLOSED)
-        free = self._free_slots(replica, used - finished // samples) if replica.state == "ready" else 0
-        self.free_slots += free - free_before
-        version = replica.version if free else NO_VERSION
-        if version != before:
-            self._move(before, version)
-        if not free:
-            self._open.pop(id, None)
-            return
-        load = (used * samples - finished) / (replica.slots * samples)
-        self._open[id] = version, load, free
-        heap = self._heaps[version]
-        heappush(heap, (load, id))
-        if len(heap) > 64 + 8 * len(self._open):
-            heap[:] = sorted((load, one) for one, (at, load, _) in self._open.items() if at == version)
+    def _count_ended(self) -> dict[ReplicaId, int]:
+        """Trajectories of running groups that have ended, by replica."""
+        ended: dict[ReplicaId, int] = {}
+        for id in list(self._groups.finishing):
+            replica, group = self.of_group(id), self._groups.live.get(id)
+            if replica is not None and group is not None:
+                ended[replica.id] = ended.get(replica.id, 0) + group.finished
+        return ended
 
-    def _move(self, before: Version, version: Version) -> None:
-        """Count a replica that can take a group at another version than before. `NO_VERSION`: it could or can take
-        none."""
-        if version != NO_VERSION:
-            self._members[version] = self._members.get(version, 0) + 1
-            self._heaps.setdefault(version, [])
-        if before != NO_VERSION:
-            self._members[before] -= 1
-            if not self._members[before]:
-                del self._members[before], self._heaps[before]
+    @property
+    def freed(self) -> int:
+        """Slots that running groups no longer need: one for each `samples` trajectories that have ended on a
+        replica."""
+        return sum([count // self.by_id[id].samples for id, count in self._count_ended().items()])
 
-    def compare_pace(self, replica: Replica) -> None:
-        """Update the index of paces after a change of a replica's pace or state."""
-        before = self._paced.pop(replica.id, None)
-        if before is not None:
-            del self._paces[bisect_left(self._paces, (before, replica.id))]
-        if replica.paced >= SAMPLES and replica.state != "down":
-            self._paced[replica.id] = replica.pace
-            insort(self._paces, (replica.pace, replica.id))
+    @property
+    def unrewarded(self) -> int:
+        """Number of running groups whose trajectories have all ended, but not their rewards."""
+        return sum(map(self.is_unrewarded, list(self._groups.finishing)))
 
-    # reading
+    def is_unrewarded(self, id: GroupId) -> bool:
+        """Whether the trajectories of a running group have all ended, but not their rewards."""
+        group, replica = self._groups.live.get(id), self.of_group(id)
+        return group is not None and replica is not None and group.finished == replica.samples
 
     @property
     def rollouts(self) -> list[Replica]:
@@ -142,7 +166,9 @@ class Replicas:
 
     def occupied(self, replica: Replica) -> int:
         """Slots that its groups need, by the number of their trajectories that have not ended."""
-        return len(self.running(replica)) - self._finished.get(replica.id, 0) // replica.samples
+        running = list(self.running(replica))
+        groups = [group for id in running if (group := self._groups.live.get(id)) is not None]
+        return len(running) - sum(group.finished for group in groups) // replica.samples
 
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
@@ -154,9 +180,9 @@ class Replicas:
 
     def for_groups(self, replica: Replica) -> int:
         """Free slots that groups may have under the limit of the concurrency policy."""
-        return self._free_slots(replica, self.taken(replica) + self.occupied(replica))
+        return self._free(replica, self.taken(replica) + self.occupied(replica))
 
-    def _free_slots(self, replica: Replica, used: int) -> int:
+    def _free(self, replica: Replica, used: int) -> int:
         """What is left of the slots that groups may have, if `used` of them are in use."""
         free = (replica.slots if replica.slots < replica.limit else replica.limit) - used
         return free if free > 0 else 0
@@ -169,80 +195,29 @@ class Replicas:
         """Slots that neither a group nor a chunk of a validation needs."""
         return replica.slots - self.measuring(replica) - self.occupied(replica)
 
-    def open_version(self, id: ReplicaId) -> Version:
-        """The version of a replica that can take a group; `NO_VERSION` for any other."""
-        return self._open.get(id, CLOSED)[0]
-
-    @property
-    def newest_version(self) -> Version:
-        """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
-        return max(self._heaps, default=NO_VERSION)
-
-    def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
-        """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
-        newer; `avoid` only if no other will do."""
-        found = [self._best(version, avoid) for version in self._heaps if version >= oldest]
-        return self.by_id[min(found)[2]] if found else None
-
-    def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
-        """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
-        `avoid` only if no other will do."""
-        newest_first = sorted((version for version in self._heaps if version >= oldest), reverse=True)
-        found = [self._best(version, avoid) for version in newest_first]
-        return self.by_id[min(found, key=itemgetter(0))[2]] if found else None
-
-    def _best(self, version: Version, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
-        """The least loaded replica that can take a group at a version, as (whether it is the one to avoid, its load,
-        its id)."""
-        heap, avoided = self._heaps[version], None
-        while heap:
-            load, id = heap[0]
-            if self._open.get(id, CLOSED)[:2] != (version, load):
-                heappop(heap)
-            elif id == avoid:
-                avoided = heappop(heap)
-            else:
-                break
-        best = (False, *heap[0]) if heap else None
-        if avoided is not None:
-            heappush(heap, avoided)
-            best = best or (True, *avoided)
-        assert best is not None  # the heap has every replica that can take a group at the version
-        return best
-
     def room_beside(self, slow: Sequence[Replica]) -> tuple[Version, int]:
         """The newest version, and the number of free slots, of the replicas that can take a group and are not
         `slow`."""
-        own = [self._open.get(replica.id, CLOSED) for replica in slow]
-        at = Counter(version for version, _, _ in own)
-        versions = [version for version, members in list(self._members.items()) if members > at[version]]
-        return max(versions, default=NO_VERSION), self.free_slots - sum(free for _, _, free in own)
+        beside = [one for one in self._open_to_groups() if one.replica not in slow]
+        return max((one.replica.version for one in beside), default=NO_VERSION), sum(one.free for one in beside)
 
     def slow(self, factor: float | None) -> list[Replica]:
         """Replicas that take more than `factor` times as long for a token as the median of the others, in the order of
-        their ids. Visits these replicas only: a faster one has a higher median of others."""
-        found: list[ReplicaId] = []
-        paces = list(self._paces)  # other threads may ask
-        if factor is None or len(paces) < 2:
+        their ids. Looks at these replicas only: a faster one has a higher median of others."""
+        if factor is None:
             return []
-        for place in reversed(range(len(paces))):
+        paces = sorted(
+            (replica.pace, replica.id)
+            for replica in list(self.by_id.values())  # other threads may ask
+            if replica.paced >= SAMPLES and replica.state != "down"
+        )
+        found: list[ReplicaId] = []
+        for place in reversed(range(len(paces) if len(paces) > 1 else 0)):
             pace, id = paces[place]
             if pace <= factor * _median_of_others(paces, place):
                 break
             found.append(id)
         return [self.by_id[id] for id in sorted(found)]
-
-    def anew(self) -> "Replicas":
-        """The same replicas with the indexes made anew, for comparison."""
-        other = Replicas(self._orders)
-        other.by_id = self.by_id
-        other.rebuild()
-        return other
-
-    def figures(self) -> tuple[object, ...]:
-        """Everything that the indexes know, for comparison."""
-        finished = {id: count for id, count in self._finished.items() if count}
-        return self._open, self.free_slots, self._members, finished, self.freed, set(self.unrewarded), self._paces
 
 
 def _median_of_others(paces: Sequence[tuple[float, ReplicaId]], place: int) -> float:

@@ -80,12 +80,10 @@ class State:
         for index, tasks in enumerate(limits.scorers()):
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
-        self.replicas = Replicas(self.orders)
-        for subject in ("group", "rows"):
-            self.orders.listen(subject, self.replicas.note_order)
         self.training, self.pools = Training(), Pools(limits)
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
         self.groups = Groups(limits, self.orders, self.training, self.checkpoints, self.moves, observe)
+        self.replicas = Replicas(self.orders, self.groups)
         self.validations = Validations(self.replicas, self.orders, self._validation_machine)
         self.policies, self.ending = PolicyNotes(), Ending()
         self.fire_version(self.training.versions[0], "live")
@@ -97,7 +95,6 @@ class State:
         for machine in (self.groups.machine, *self._machines):
             machine.moves = self.moves
         self.orders.rebuild()
-        self.replicas.rebuild()
         self.groups.rebuild(self.limits.surplus)
         self.validations.rebuild()
 
@@ -209,8 +206,6 @@ class State:
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
         self._replica_machine.fire(replica, trigger)
-        self.replicas.update(replica)
-        self.replicas.compare_pace(replica)
 
     def fire_process(self, process: Process, trigger: str) -> None:
         self._process_machine.fire(process, trigger)
@@ -254,9 +249,7 @@ class State:
     @property
     def rollouts_left(self) -> int:
         """Number of replicas that generate and are up or on their way."""
-        replicas = self.replicas
-        there = sum(replica.state != "down" or replica.coming for replica in replicas.rollouts)
-        return there + self.limits.rollouts_among(replicas.launched, replicas.launching)
+        return sum(replica.state != "down" or replica.coming for replica in self.replicas.rollouts)
 
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
@@ -357,8 +350,8 @@ class State:
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""
-        oldest = group.stored.oldest_version
-        born = group.admission.version if oldest == NO_VERSION else oldest
+        oldest = group.oldest_version
+        born = group.admitted_version if oldest == NO_VERSION else oldest
         return step - self.training.steps_in[born]
 
     @property

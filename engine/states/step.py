@@ -85,8 +85,8 @@ class Step:
     def take(self, groups: Sequence[Group], staleness: tuple[int, ...]) -> None:
         """Form the batch."""
         self.groups, self.staleness = tuple([group.id for group in groups]), staleness
-        self.tokens = sum([group.stored.tokens for group in groups])
-        self.reward_mean = fsum([group.outcome.reward_mean for group in groups]) / len(groups)
+        self.tokens = sum([group.tokens for group in groups])
+        self.reward_mean = fsum([group.reward_mean for group in groups]) / len(groups)
 
     def leave(self, at: float) -> None:
         """It is about to enter another state."""

@@ -98,12 +98,11 @@ class PoolView(NamedTuple):
 
 
 def view_group(group: Group) -> GroupView:
-    stored, rare, outcome = group.stored, group.rare, group.outcome
     return GroupView(
-        group.id, group.state, group.attempt, group.admission.deadline, group.admission.version, stored.oldest_version,
-        stored.newest_version, stored.tokens, rare.infrastructure_failures, rare.data_failures, group.started_at,
-        outcome.ready_at, outcome.reward_mean, stored.unfinished,
-        *(_described(outcome.described) if outcome.described else ()),
+        group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
+        group.newest_version, group.tokens, group.infrastructure_failures, group.data_failures, group.started_at,
+        group.ready_at, group.reward_mean, group.unfinished,
+        *(_described(group.described) if group.described else ()),
     )  # fmt: skip
 
 
@@ -232,19 +231,17 @@ class View:
 
     def failed_on(self, id: GroupId) -> ReplicaId:
         """The replica on which the last attempt of an open group failed; -1 if none did."""
-        return self._state.groups.live[id].rare.failed_on
+        return self._state.groups.live[id].failed_on
 
     def least_loaded(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the smallest share of busy slots among those that can take a group at version `oldest` or
         newer; `avoid` only if no other will do."""
-        replica = self._state.replicas.least_loaded(oldest, avoid)
-        return None if replica is None else replica.id
+        return self._state.replicas.free_slots.least_loaded(oldest, avoid)
 
     def newest_weights(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the newest weights, then the smallest share of busy slots, among those that can take a group
         at version `oldest` or newer; `avoid` only if no other will do."""
-        replica = self._state.replicas.newest(oldest, avoid)
-        return None if replica is None else replica.id
+        return self._state.replicas.free_slots.newest(oldest, avoid)
 
     def replicas(self) -> list[ReplicaView]:
         """Every replica ever seen that groups run on, in the order they joined."""

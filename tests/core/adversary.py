@@ -327,9 +327,7 @@ class Adversary(CoreRig):
         if kept:
             state = self.state
             stored = [
-                g
-                for g in state.groups.live.values()
-                if g.state == "generated" or (g.stored.tokens and g.state != "batched")
+                g for g in state.groups.live.values() if g.state == "generated" or (g.tokens and g.state != "batched")
             ]
             gone = tuple(g.id for g in stored if missing(g.id))
             self.deliver(recovered.resume_without_loss(replicas=replicas, missing=gone))

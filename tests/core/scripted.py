@@ -159,8 +159,7 @@ class Scripted(CoreRig):
     def generated(self, id: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> GroupGenerated:
         group = self.state.groups.live[id]
         replica = self._seat(id)
-        stored = group.stored
-        first = stored.oldest_version if stored.oldest_version >= 0 else group.admission.version
+        first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
             oldest_version=first if oldest is None else oldest, newest_version=replica.version, trainable=trainable,

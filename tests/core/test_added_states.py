@@ -192,7 +192,7 @@ def test_a_straggler_in_a_state_is_dropped_and_the_next_group_worked_on() -> Non
 def test_a_straggler_in_a_state_has_nothing_that_could_be_truncated() -> None:
     run = straggler_in_a_state("truncate")
     assert len(run.ordered(TrainStep)) == 1
-    assert not run.state.groups.live[1].rare.truncate and not run.ordered(TruncateGroup)
+    assert not run.state.groups.live[1].truncate and not run.ordered(TruncateGroup)
     leave(run, 1)
     assert run.ordered(TrainStep)[1].groups == (0, 1)
 
@@ -296,7 +296,7 @@ def test_a_run_that_branches_prepares_its_groups_again() -> None:
     run.finish(0)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
     assert {group.state for group in run.view.groups()} == {"fetching-all"}
-    assert not any(group.rare.prepared for group in run.state.groups.live.values())
+    assert not any(group.prepared for group in run.state.groups.live.values())
     check_all(run.state)
 
 

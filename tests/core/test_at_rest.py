@@ -67,7 +67,7 @@ def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> 
     assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
     run.tell(SettingChanged(setting="timeouts.group_s", value="null"))
     run.abort(0)
-    assert run.state.groups.live[0].rare.infrastructure_failures == 1
+    assert run.state.groups.live[0].infrastructure_failures == 1
     assert run.state.ending.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
 
 

@@ -58,8 +58,8 @@ def repeat_an_attempt(state: State) -> None:
 
 
 def end_too_many_trajectories(state: State) -> None:
-    order = next(iter(state.orders.open["group"].values()))
-    state.orders.note_finished(order, 1 + state.replicas.by_id[0].samples)
+    group = state.groups.live[next(iter(state.orders.open["group"]))]
+    state.groups.finish_trajectories(group, 1 + state.replicas.by_id[0].samples)
 
 
 def take_a_seat(state: State) -> None:
@@ -67,7 +67,7 @@ def take_a_seat(state: State) -> None:
 
 
 def move(group: Group) -> None:
-    group.admission = group.admission._replace(deadline=group.deadline + 1)
+    group.deadline += 1
 
 
 def move_a_deadline(state: State) -> None:
@@ -79,12 +79,19 @@ def run_ahead(state: State) -> None:
 
 
 def run_behind(state: State) -> None:
-    group = state.groups.live[next(iter(state.orders.open["group"]))]
-    group.stored = group.stored._replace(newest_version=1)
+    state.groups.live[next(iter(state.orders.open["group"]))].newest_version = 1
 
 
 def forget_ready(state: State) -> None:
     state.groups.ready.clear()
+
+
+def park_a_running_group(state: State) -> None:
+    state.groups.parked[next(iter(state.orders.open["group"]))] = None
+
+
+def forget_what_finishes(state: State) -> None:
+    state.groups.live[next(iter(state.orders.open["group"]))].finished = 1
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,8 @@ def forget_ready(state: State) -> None:
         (run_ahead, "law 6: a replica is ahead"),
         (run_behind, "law 3: a group runs on a replica older than its tokens"),
         (forget_ready, "law 1: the ready list"),
+        (park_a_running_group, "law 7: the list of parked groups"),
+        (forget_what_finishes, "law 2: the list of groups that finish"),
     ],
 )
 def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law: str) -> None:

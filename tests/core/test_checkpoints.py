@@ -287,7 +287,7 @@ def test_a_long_run_keeps_no_figures_of_versions_and_steps_that_nothing_refers_t
     assert list(state.training.updates_in) == [0, 10, 20, 30, 38, 39, 40], "a trainer may begin at any of them"
     assert 40 in state.training.steps_in and len(state.training.steps_in) <= 4
     assert all(
-        group.admission.version in state.training.steps_in for group in state.groups.live.values() if group.attempt
+        group.admitted_version in state.training.steps_in for group in state.groups.live.values() if group.attempt
     )
     resumed(run, 39)
     assert state.training.updates_in[39] == run.state.training.updates_in[30] == 0

@@ -196,7 +196,7 @@ def test_a_replica_behind_takes_groups_while_its_version_has_places():
     run.finish(0)
     run.train_on(1)
     run.install(0)
-    assert {run.replica_of(g): run.state.groups.live[g].admission.version for g in run.running()}[1] == 0
+    assert {run.replica_of(g): run.state.groups.live[g].admitted_version for g in run.running()}[1] == 0
     run.finish(next(g for g in run.running() if run.replica_of(g) == 1))
     assert 1 in {run.replica_of(g) for g in run.running()}, "version 0 still has places"
 
@@ -234,9 +234,8 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
         for group in range(n):
             order = StartGroup(group=10 * r + group, attempt=1, replica=r, incarnation=1, admitted_version=v)
             run.state.orders.add(order)
-        free.update(replicas[r])
-    assert free.least_loaded(0).id == 0
-    assert free.least_loaded(1).id == 2
+    assert free.free_slots.least_loaded(0) == 0
+    assert free.free_slots.least_loaded(1) == 2
 
 
 # stragglers
@@ -320,16 +319,6 @@ def test_frames_are_flushed_before_their_commands_and_rejected_events_are_record
     with pytest.raises(Exception, match="law 6"):
         driver.deliver(bad)
     assert [c[0] for c in log.calls[3:]] == ["reject", "flush"]
-
-
-def test_the_heap_of_replicas_stays_small():
-    """Groups end and start on replicas of one version, whose loads go up and down."""
-    figures = {"train_batch_size": 1, "max_staleness_steps": 99, "sync_every": 100, "max_concurrent_groups": 9}
-    run = Scripted(replicas=2, slots=9, **figures)
-    for _ in range(60):
-        run.finish(run.running()[0])
-        run.train()
-    assert max(map(len, run.state.replicas._heaps.values())) <= 64 + 8 * 2
 
 
 def test_scoring_begins_anew_when_a_step_failed():

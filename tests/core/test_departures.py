@@ -78,7 +78,7 @@ def test_a_run_that_drains_parks_its_groups_trains_its_batch_and_saves_a_checkpo
     (end,) = run.ordered(FinishRun)
     assert (end.outcome, end.reason, end.word) == ("stopped", "maintenance", "drained")
     assert len(list(run.starts())) == starts, "nothing was started meanwhile"
-    assert {group.rare.infrastructure_failures for group in run.state.groups.live.values()} == {0}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
 
 
 def test_ready_groups_are_no_batch_while_a_run_drains() -> None:
@@ -180,7 +180,7 @@ def test_the_highest_replicas_leave_and_their_groups_go_on_elsewhere() -> None:
     assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
     assert run.state.replicas.by_id[1].state == "down"
     assert [(order.group, order.replica) for order in run.ordered(ResumeGroup)] == [(group, 0) for group in held]
-    assert {group.rare.infrastructure_failures for group in run.state.groups.live.values()} == {0}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="stopped"))
     assert not run.ordered(FinishRun) and not run.ordered(StartProcess)
     assert run.state.replicas.by_id[1].process.state == "gone"
@@ -500,7 +500,7 @@ def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
     run.abort(moved)
     resumed = run.ordered(ResumeGroup)[-1]
     assert (resumed.group, resumed.replica) == (moved, 1)
-    assert run.state.groups.live[moved].rare.infrastructure_failures == 0
+    assert run.state.groups.live[moved].infrastructure_failures == 0
 
 
 @given(
@@ -512,7 +512,6 @@ def test_a_replica_is_slow_against_the_median_of_the_others(paces: list[float], 
     replicas = small(replicas=len(paces)).state.replicas
     for replica, pace in zip(replicas.by_id.values(), paces, strict=True):
         replica.pace, replica.paced = pace, SAMPLES
-        replicas.compare_pace(replica)
     others = [paces[:place] + paces[place + 1 :] for place in range(len(paces))]
     slow = [id for id, pace in enumerate(paces) if others[id] and pace > factor * median(others[id])]
     assert [replica.id for replica in replicas.slow(factor)] == slow
@@ -564,7 +563,7 @@ def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
         run.finish(next(iter(run.running_on(fast.id))))
     moved = run.ordered(ParkGroup)[0].group
     run.abort(moved)
-    assert run.state.groups.live[moved].rare.moved
+    assert run.state.groups.live[moved].moved
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     joined(run, 0, 2)
     replica = run.state.replicas.by_id[0]

@@ -5,6 +5,7 @@ import pytest
 from engine.commands import DrawPrompts, FinishRun
 from engine.errors import InvariantViolated
 from engine.events import DrawFailed, ProcessUp, PromptsDrawn, RunResumed
+from engine.scheduling.groups import MOST_DRAWN
 
 from .scripted import Scripted
 
@@ -32,6 +33,11 @@ def test_fewer_prompts_than_ordered_close_the_order_and_the_rest_is_ordered() ->
     assert second.number > first.number and second.count == first.count - 1
     run.tell(drawn(run, second.count, exhausted=True))
     assert run.state.groups.ledger.drawn == first.count and run.state.groups.exhausted and not run.state.asked
+
+
+def test_only_so_many_prompts_are_ordered_at_once() -> None:
+    groups = 3 * MOST_DRAWN
+    assert last_draw(undrawn(train_batch_size=groups, max_concurrent_groups=groups)).count == MOST_DRAWN
 
 
 def test_an_echo_of_a_draw_that_was_answered_changes_nothing() -> None:

@@ -48,7 +48,6 @@ from engine.events import (
     StopRequested,
     TimerFired,
 )
-from engine.ids import NO_VERSION
 from engine.policies import PolicySet
 from engine.record.frames import Header, Tick
 from engine.record.reader import read
@@ -56,7 +55,6 @@ from engine.record.recorder import MemoryRecorder
 from engine.record.recovery import recover
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.laws import check_free_slots
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import (
     RELATIONS,
@@ -409,31 +407,3 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
 def test_only_trainer_and_scorers_execute_their_orders_one_after_another() -> None:
     assert works_in_order(TRAINER) and works_in_order(f"{SCORER_OF}ref_logprobs")
     assert not works_in_order(3) and not works_in_order("weights store")
-
-
-def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
-    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, slots=4)
-    orders, replicas, (replica,) = run.state.orders, run.state.replicas, run.state.replicas.by_id.values()
-
-    def figures() -> tuple[int, int, list[int]]:
-        check_free_slots(run.state)
-        return replicas.for_groups(replica), replicas.freed, list(replicas.unrewarded)
-
-    assert figures() == (1, 0, [])
-    assert replicas.room_beside([]) == (0, 1) and replicas.room_beside([replica]) == (NO_VERSION, 0)
-    orders.note_finished(orders.open["group"][0], replica.samples)
-    assert figures() == (2, 1, [0])
-    orders.withdraw("group", 0)
-    assert figures() == (2, 0, [])
-    orders.clear()
-    assert figures() == (4, 0, [])
-
-
-def test_the_index_of_replicas_forgets_versions_that_no_replica_has() -> None:
-    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, replicas=2, slots=4)
-    replicas = run.state.replicas
-    for version in range(1, 20):
-        for replica in replicas.by_id.values():
-            replica.version = version
-            replicas.update(replica)
-            assert len(replicas._heaps) <= 2 and replicas.newest_version == version

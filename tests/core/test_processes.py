@@ -258,7 +258,7 @@ def test_the_process_of_added_states_restarts_and_each_group_there_is_charged_on
     assert [order.group for order in run.ordered(EnterState)] == [0, 1]
     lose(run, "added states")
     assert started(run, "added states") == [2]
-    assert [run.state.groups.live[id].rare.infrastructure_failures for id in (0, 1)] == [1, 1]
+    assert [run.state.groups.live[id].infrastructure_failures for id in (0, 1)] == [1, 1]
     again = run.ordered(EnterState)[2:]
     assert [order.group for order in again] == [0, 1]
     come_up(run, "added states")
@@ -280,7 +280,7 @@ def test_a_life_that_nobody_ordered_takes_the_place_of_the_one_before() -> None:
     groups = list(run.running_on(1))
     run.tell(ProcessUp(kind="replica", index=1, incarnation=5, slots=100))
     assert process(run, "replica", 1).incarnation == run.state.replicas.by_id[1].incarnation == 5
-    assert [run.state.groups.live[id].rare.infrastructure_failures for id in groups] == [1, 1]
+    assert [run.state.groups.live[id].infrastructure_failures for id in groups] == [1, 1]
     lose(run, "replica", 1)
     assert started(run, "replica") == [6], "no number is used twice"
 

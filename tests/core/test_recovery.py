@@ -140,7 +140,7 @@ def test_budgets_of_groups_under_way_are_not_given_anew() -> None:
     attempt = made.state.groups.live[group].attempt
     made.crash(replicas=1)
     again = made.state.groups.live[group]
-    assert (again.state, again.rare.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
+    assert (again.state, again.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
 
 
 def test_a_resume_from_a_checkpoint_knows_which_groups_hung() -> None:
@@ -157,7 +157,7 @@ def test_a_resume_from_a_checkpoint_knows_whose_data_failed() -> None:
     run = Scripted(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1)
     run.fail(0, cause="data")
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=False))
-    assert run.state.groups.live[0].rare.data_failures == 1
+    assert run.state.groups.live[0].data_failures == 1
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     taken, ready = dict(made.judge.ledger.books.taken), list(state.groups.ready)
     step = state.training.training_step
     assert step is not None
-    budgets = {group.id: group.rare.infrastructure_failures for group in state.groups.live.values()}
+    budgets = {group.id: group.infrastructure_failures for group in state.groups.live.values()}
     made.crash(replicas=1, kept=True)
     state = made.state
     assert (
@@ -246,7 +246,7 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     )
     again = state.training.training_step
     assert again is not None and (again.groups, again.attempt) == (step.groups, step.attempt + 1)
-    assert {group.id: group.rare.infrastructure_failures for group in state.groups.live.values()} == budgets
+    assert {group.id: group.infrastructure_failures for group in state.groups.live.values()} == budgets
     assert made.complete().outcome == "finished"
 
 
@@ -285,7 +285,7 @@ def test_a_ready_group_whose_trajectories_are_gone_begins_again_in_its_place() -
     before = made.state.groups.live[lost]
     made.crash(replicas=1, kept=True, missing=lambda group: group == lost)
     group = made.state.groups.live[lost]
-    assert (group.state, group.deadline, group.stored.tokens) == ("aborted", before.deadline, 0)
+    assert (group.state, group.deadline, group.tokens) == ("aborted", before.deadline, 0)
     assert made.complete().outcome == "finished"
 
 

@@ -331,7 +331,7 @@ def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
     run.train_on(0, 1)
     run.install(0)
     run.finish(2)
-    newest = next(g for g in run.running() if run.state.groups.live[g].admission.version == 1)
+    newest = next(g for g in run.running() if run.state.groups.live[g].admitted_version == 1)
     run.abort(newest)
     order = [c for c in run.starts() if c.group == newest][-1]
     assert run.state.replicas.by_id[order.replica].version == 1
@@ -385,7 +385,7 @@ def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
     run = small(replicas=2, slots=4)
     lost = run.replica_of(0)
     run.keep_prefix(0, tokens=7)
-    assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].stored.tokens == 7
+    assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].tokens == 7
     run.tell(ProcessLost(kind="replica", index=lost, incarnation=1, final=True, reason="power"))
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
     assert isinstance(order, ResumeGroup) and order.replica != lost
@@ -400,7 +400,7 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     run.install(ahead)
     old = next(g for g in run.running() if run.replica_of(g) == ahead)
     run.keep_prefix(old)
-    assert run.state.groups.live[old].stored.newest_version == 1
+    assert run.state.groups.live[old].newest_version == 1
     run.tell(ProcessLost(kind="replica", index=ahead, incarnation=1, final=True, reason="power"))
     behind = 1 - ahead
     assert run.state.groups.live[old].state == "aborted", "the replica that is left has older weights"
@@ -422,7 +422,7 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
             group=old, attempt=group.attempt, replica=1, incarnation=1, tokens=9, oldest_version=0, newest_version=1
         )
     )
-    assert group.state == "aborted" and group.rare.infrastructure_failures == 2
+    assert group.state == "aborted" and group.infrastructure_failures == 2
     run.install(1)
     assert group.state == "resumed" and run.replica_of(old) == 1
 

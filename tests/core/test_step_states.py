@@ -133,7 +133,7 @@ def test_an_inspection_of_weights_is_not_charged_if_its_process_hangs_over_a_gro
     run.tell(ProcessLost(kind="added states", index=0, incarnation=1, reason=stop.reason))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     assert run.state.training.publish_failures == 0
-    assert run.state.groups.live[1].rare.infrastructure_failures == 1
+    assert run.state.groups.live[1].infrastructure_failures == 1
 
 
 def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:

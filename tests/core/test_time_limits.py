@@ -108,7 +108,7 @@ def test_an_overdue_group_is_parked_and_its_next_attempt_has_twice_the_time() ->
     assert cut_or_stopped(wait(run, given + 105.0)) == ["ParkGroup"] * 4
     run.abort(0)
     group = run.state.groups.live[0]
-    assert (group.rare.infrastructure_failures, run.ordered(ResumeGroup)[-1].group) == (1, 0)
+    assert (group.infrastructure_failures, run.ordered(ResumeGroup)[-1].group) == (1, 0)
     assert run.state.ending.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
     run.abort(1, 2, 3)
     again = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
     (stop,) = [one for one in wait(run, parked + 7.0) if isinstance(one, StopProcess)]
     said = "replica 0 exceeded its time limit of 7 s (timeouts.cut_s) after 7 s in ParkGroup (group 0)"
     assert stop.reason == said
-    assert {group.rare.infrastructure_failures for group in run.state.groups.live.values() if group.attempt} == {1}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values() if group.attempt} == {1}
 
 
 def test_a_group_that_already_moves_is_not_ordered_to_park_twice() -> None:
@@ -401,7 +401,7 @@ def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> 
     ordered = wait(run, run.clock + 41.0)
     assert not cut_or_stopped(ordered), "the process answers"
     again = run.ordered(EnterState)[-1]
-    assert (again.group, again.attempt, run.state.groups.live[0].rare.infrastructure_failures) == (
+    assert (again.group, again.attempt, run.state.groups.live[0].infrastructure_failures) == (
         0,
         first.attempt + 1,
         1,
@@ -480,10 +480,10 @@ def test_when_a_replica_hangs_over_one_group_the_others_on_it_are_not_charged() 
     parked = run.state.orders.find("park", 0)
     assert parked is not None and run.state.orders.find("park", 1) is None
     assert cut_or_stopped(wait(run, parked.at + 7.0)) == ["StopProcess"]
-    assert [run.state.groups.live[id].rare.infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+    assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
     assert {run.state.groups.live[id].state for id in range(4)} == {"aborted"}
     lost(run)
-    assert [run.state.groups.live[id].rare.infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+    assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
 
 
 def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> None:
@@ -491,13 +491,13 @@ def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> N
     syncs(run)
     assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
     lost(run)
-    assert {group.rare.infrastructure_failures for group in run.state.groups.live.values()} == {0}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
 
 
 def test_a_replica_that_dies_charges_each_of_its_groups() -> None:
     run = small(every(None))
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    assert [run.state.groups.live[id].rare.infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
+    assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
 
 
 def test_a_trainer_hang_in_a_checkpoint_is_not_charged_to_the_train_step_behind_it() -> None:
@@ -519,7 +519,7 @@ def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None
     (stop,) = [one for one in wait(run, run.clock + 21.0) if isinstance(one, StopProcess)]
     assert stop.kind == "added states"
     lost(run)
-    assert [run.state.groups.live[id].rare.infrastructure_failures for id in (0, 1)] == [1, 0]
+    assert [run.state.groups.live[id].infrastructure_failures for id in (0, 1)] == [1, 0]
     up(run)
     assert {one.command.group for one in run.state.orders.all() if one.subject == "stage"} == {0, 1}  # type: ignore[attr-defined]
 

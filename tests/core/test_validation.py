@@ -529,12 +529,6 @@ def test_figures_travel_in_a_header() -> None:
         Limits.from_plain(plain)
 
 
-@pytest.mark.parametrize(("first", "last", "count"), [(0, 2, 2), (1, 5, 2), (3, 5, 0), (4, 6, 0), (0, 0, 0)])
-def test_replicas_of_its_own_are_not_among_those_that_generate(first: int, last: int, count: int) -> None:
-    world = Measured(replace(ON_THE_WAY, own_from=3), replicas=4, max_steps=3)
-    assert world.state.limits.rollouts_among(first, last) == count
-
-
 # the best checkpoint
 
 TWO_SETS = replace(

@@ -41,10 +41,10 @@ class Interrupted(Scripted):
         self.install(pause=False)
         replica = self.state.replicas.by_id[0]
         for group in [self.state.groups.live[id] for id in self.state.replicas.running(replica)]:
-            oldest = replica.version if group.stored.oldest_version < 0 else group.stored.oldest_version
+            oldest = replica.version if group.oldest_version < 0 else group.oldest_version
             self.tell(
                 GroupAborted(
-                    group=group.id, attempt=group.attempt, replica=0, incarnation=1, tokens=group.stored.tokens + 5,
+                    group=group.id, attempt=group.attempt, replica=0, incarnation=1, tokens=group.tokens + 5,
                     oldest_version=oldest, newest_version=replica.version,
                 )
             )  # fmt: skip

@@ -23,7 +23,6 @@ from engine.record.frames import Snapshot, encode_snapshot
 from engine.record.snapshots import declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.group import NO_RARE_FACTS
 from engine.states.groups import Groups
 from engine.states.laws import check_all
 from engine.states.limits import Limits
@@ -358,21 +357,20 @@ def test_what_a_run_keeps_of_what_ended_does_not_grow() -> None:
     assert recover(read(recorder)).batches(0)[0].step == 0, "the record knows it all"
 
 
-def test_rare_facts_of_a_group_are_restored() -> None:
+def test_failures_and_keys_of_groups_are_restored() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
     run.fail(0, cause="data")
-    run.state.groups.live[1].note(resume_key=(1, 2.5))
+    run.state.groups.live[1].resume_key = (1, 2.5)
     restored = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
     require_same_state(restored, run.scheduler)
     live = restored.state.groups.live
-    assert live[0].rare.data_failures == 1 and live[1].rare.resume_key == (1, 2.5)
-    assert live[2].rare is NO_RARE_FACTS, "groups without any share one record"
+    assert live[0].data_failures == 1 and live[1].resume_key == (1, 2.5)
 
 
 def test_a_group_with_one_field_of_a_wrong_type_is_refused() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.state.groups.draw(0, 1)
-    scheduler.state.groups.live[0].note(prepared=True)
+    scheduler.state.groups.live[0].prepared = True
     for place in range(len(groups_in(state_of(scheduler))[0])):
         plain = state_of(scheduler)
         groups_in(plain)[0][place] = None

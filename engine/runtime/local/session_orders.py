@@ -239,7 +239,7 @@ def _answer_problems(event: Any, command: Any, state: State, before: Sequence[Ev
 
 def _version_problems(event: Any, state: State) -> Iterator[str]:
     oldest, newest = event.oldest_version, event.newest_version
-    first, replica = state.groups.live[event.group].admission.version, state.replicas.by_id[event.replica]
+    first, replica = state.groups.live[event.group].admitted_version, state.replicas.by_id[event.replica]
     if oldest == NO_VERSION or newest == NO_VERSION:
         if event.tokens or oldest != newest:
             yield "a group with tokens has an oldest and a newest version; use -1 for both if it has no token"
