@@ -1,15 +1,12 @@
 """The time of `engine explain` on a long record.
 
 `python benchmarks/explain.py [--events 1000000]` simulates a run with about this number of events, records it in a
-temporary directory with snapshots as often as in runs, and prints the seconds of reading its history and
-of each question: wall time, CPU time of this process, and CPU time of the processes that replayed stretches of it:
-during the simulation, the one that runs beside a run. The first reading uses what this one kept beside the record, the
-second uses nothing, the third everything.
+temporary directory with snapshots and a history log as in runs, and prints the seconds of reading its history and of
+each question. The first reading uses the log, the second replays the record, the third uses the log that the second
+wrote.
 """
 
 import argparse
-import resource
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,12 +15,12 @@ from typing import Any
 
 from engine.cli.recorded_run import HISTORY_OBJECTS
 from engine.inspect.explanation import explain_group, explain_idle, explain_moment, explain_run, explain_step
-from engine.inspect.history_cache import DIRECTORY
 from engine.inspect.history_reader import read_history
+from engine.metrics.collector import RunMetrics
+from engine.metrics.history_log import FILE, HistoryLog
 from engine.policies import PolicySet
-from engine.record import Header, Recorder
+from engine.record import Header, Recorder, Tick
 from engine.runtime.garbage_collection import collect_rarely, rare_collection
-from engine.runtime.history_process import HistoryProcess
 from engine.runtime.local.session import SNAPSHOT_EVERY
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
@@ -31,16 +28,6 @@ from engine.states.limits import Limits
 BATCH, REPLICAS, SLOTS = 256, 16, 64
 EVENTS_PER_GROUP = 2.25
 """One for its first trajectory, one for its last, and now and then one for a draw or a sync."""
-
-
-class ReadRecorder(Recorder):
-    """Its record is read while it grows, as that of a run."""
-
-    def flush(self) -> None:
-        super().flush()
-        if not hasattr(self, "reader"):
-            self.reader = HistoryProcess(self)
-        self.reader.wake()
 
 
 def record(directory: Path, events: int) -> None:
@@ -53,24 +40,29 @@ def record(directory: Path, events: int) -> None:
         mean_tokens=20.0, max_tokens=60, token_s=10.0,
     )  # fmt: skip
     header = Header(run="long", limits=limits.to_plain(), policies=dict(PolicySet.from_names({}).names))
-    recorder = ReadRecorder(directory / "schedule", header)
-    World(setting, recorder=recorder, check=False, snapshot_every=SNAPSHOT_EVERY).run(events=10 * events)
-    recorder.reader.close()
+    recorder = Recorder(directory / "schedule", header)
+    world = World(setting, recorder=recorder, check=False, snapshot_every=SNAPSHOT_EVERY)
+    metrics, log = RunMetrics(world.scheduler), HistoryLog(directory)
+    log.begin(world.scheduler, metrics, recorder)
+    judge = world.driver.observe or (lambda tick: None)
+
+    def observe(tick: Tick) -> None:
+        metrics.observe(tick)
+        log.take(tick)
+        judge(tick)
+
+    world.driver.observe = observe
+    world.run(events=10 * events)
     recorder.close()
+    log.close()
 
 
 def timed(name: str, act: Callable[[], Any]) -> Any:
-    before = (time.perf_counter(), time.process_time(), _others_s())
+    wall, cpu = time.perf_counter(), time.process_time()
     result = act()
-    after = (time.perf_counter(), time.process_time(), _others_s())
-    spent = [now - then for now, then in zip(after, before, strict=True)]
-    print("{:14} {:8.2f} s wall {:8.2f} s CPU {:8.2f} s in other processes".format(name, *spent), flush=True)
+    spent = time.perf_counter() - wall, time.process_time() - cpu
+    print("{:14} {:8.2f} s wall {:8.2f} s CPU".format(name, *spent), flush=True)
     return result
-
-
-def _others_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -83,7 +75,7 @@ def main() -> None:
         collect_rarely(HISTORY_OBJECTS)  # as the commands do
         size = sum(path.stat().st_size for path in (directory / "schedule").iterdir())
         timed("reading", lambda: read_history(directory))
-        shutil.rmtree(directory / DIRECTORY, ignore_errors=True)
+        (directory / FILE).unlink()
         timed("reading anew", lambda: read_history(directory))
         history = timed("reading again", lambda: read_history(directory))
         print(f"{history.events} events, {len(history.groups)} groups, {size / 2**20:.1f} MiB")

@@ -3,10 +3,10 @@ report.
 
     python benchmarks/inspection.py [--groups 100000] [--together 64]
 
-The first reading uses all cores. The record is that of `benchmarks/scheduler.py`: 16 replicas with 16 slots each,
-batches of 64 groups, new weights on every replica after each step. `--together` is the number of events that arrive at
-once: 64 is a run whose scheduler is busy all the time, 1 is one whose events arrive alone, where every event costs a
-whole tick.
+The first reading replays the record, and writes its history log. The record is that of `benchmarks/scheduler.py`: 16
+replicas with 16 slots each, batches of 64 groups, new weights on every replica after each step. `--together` is the
+number of events that arrive at once: 64 is a run whose scheduler is busy all the time, 1 is one whose events arrive
+alone, where every event costs a whole tick.
 """
 
 import argparse

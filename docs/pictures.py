@@ -21,11 +21,11 @@ from rich.console import Console
 from engine.cli.top import screen
 from engine.config import load_config
 from engine.inspect.cursor import Cursor
-from engine.inspect.history import GenerationAttempt, History
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import PAGE, report_html
 from engine.inspect.timeline import Slice, Timeline, timeline_of
 from engine.metrics.collector import RunMetrics
+from engine.metrics.history import GenerationAttempt, History
 from engine.metrics.status import read_status
 from engine.policies import PolicySet
 from engine.record import Header, read

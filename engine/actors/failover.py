@@ -18,6 +18,7 @@ from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
+from engine.metrics.history_log import HistoryLog
 from engine.metrics.journal import keep_rows, validation_rows
 from engine.metrics.status import Status, read_status
 from engine.record import read, recover
@@ -57,10 +58,11 @@ def recovery_of(run_dir: Path) -> RunRecovery:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
         keep_rows(run_dir / "metrics.jsonl", lambda row: _recorded(row, state))
+        history = HistoryLog(run_dir, recovered.events)
     except BaseException:
         lock.release()
         raise
-    return RunRecovery(recovered=recovered, lock=lock)
+    return RunRecovery(recovered=recovered, lock=lock, log=history)
 
 
 def status_at_end(run_dir: Path) -> Status:

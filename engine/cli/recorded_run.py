@@ -12,7 +12,7 @@ from engine.errors import ConfigError, RecordError, RecordNotBegun
 from engine.runtime.garbage_collection import collect_rarely
 
 if TYPE_CHECKING:
-    from engine.inspect.history import History
+    from engine.metrics.history import History
     from engine.storage.run_directory import RunDirectory
 
 
@@ -31,8 +31,8 @@ def takes_run(parser: argparse.ArgumentParser) -> None:
 def history_of(arguments: argparse.Namespace) -> "tuple[RunDirectory, History]":
     """The history of the run that the arguments name. Its record does not say that its processes were killed; its lock
     does. Raises: `ConfigError`, `RecordError`."""
-    from engine.inspect.history import RUNNING
     from engine.inspect.history_reader import read_history
+    from engine.metrics.history import RUNNING
     from engine.storage.run_directory import open_run
 
     run = open_run(arguments.directory)

@@ -2,7 +2,8 @@
 its causes.
 
 `history_reader` gives what happened in the whole run as plain values; `timeline`, `timeline_files` and `report` show
-them. Called by the command line. Must not write, except `timeline_files` to the file that the user names.
+them. Called by the command line. Must not write, except
+`timeline_files` to the file that the user names, and `history_reader` the history log of a run that has ended.
 """
 
 from engine.inspect.machines import machines_plain, machines_text

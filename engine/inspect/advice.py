@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.inspect.estimate import Durations, ScheduleSettings, estimate, finish_times, measure
-from engine.inspect.history import WAITS, History
+from engine.metrics.history import WAITS, History
 from engine.metrics.idle import LEAST_WAIT
 from engine.policies.registry import DEFAULTS
 from engine.scheduling.settings import FIGURES, POLICIES, changed_limits

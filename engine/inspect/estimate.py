@@ -14,7 +14,7 @@ from math import inf
 from statistics import median
 
 from engine.ids import GroupId, ReplicaId, StepId, Version
-from engine.inspect.history import History
+from engine.metrics.history import History
 from engine.policies.built_in import select_in_order
 from engine.states.limits import GENERATED, PUBLISHING, QUEUED, SCORING, AddedState, Limits
 

@@ -12,10 +12,13 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
+from msgspec import structs
+
 from engine.errors import ConfigError, counted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId
 from engine.inspect.advice import advise, percent
-from engine.inspect.history import (
+from engine.metrics.health import HealthFinding
+from engine.metrics.history import (
     FATES,
     RUNNING,
     WAITS,
@@ -27,7 +30,6 @@ from engine.inspect.history import (
     StepRow,
     SyncPhase,
 )
-from engine.metrics.health import HealthFinding
 from engine.states.causes import BY_NAME, INSPECTING, PUBLISHING, SCORING, TRAINING
 
 READY = "generated"
@@ -411,7 +413,7 @@ def explain_group(history: History, number: GroupId) -> Explanation:
     amounts = {"generating": sum(attempt.end - attempt.start for attempt in attempts)}
     for wait in waits:
         amounts[wait.state] = amounts.get(wait.state, 0.0) + wait.end - wait.start
-    figures = {**row._asdict(), "seconds": amounts, "attempts": [attempt._asdict() for attempt in attempts]}
+    figures = {**structs.asdict(row), "seconds": amounts, "attempts": [*map(structs.asdict, attempts)]}
     heading = f"group {number}: {row.state}"
     return _explanation(history, {"group": number}, (Part(heading, tuple(sentences)),), figures)
 

@@ -20,9 +20,9 @@ import yaml
 
 from engine.errors import visible
 from engine.errors.redaction import without_secrets
-from engine.inspect.history import FATES, History
 from engine.inspect.timeline import Timeline
 from engine.metrics.health import failed_responses
+from engine.metrics.history import FATES, History
 from engine.metrics.journal import FAILED_SHARE, plain
 from engine.reward_histogram import HISTOGRAMS, REWARD
 from engine.version import __version__

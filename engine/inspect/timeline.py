@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from engine.ids import NO_VERSION, GroupId
-from engine.inspect.history import (
+from engine.metrics.history import (
     CheckpointWrite,
     GenerationAttempt,
     History,
@@ -180,13 +180,17 @@ def _seated(history: History) -> Iterator[tuple[GenerationAttempt | RowsAttempt,
     are in use while ended trajectories make room for the next group."""
     attempts: list[GenerationAttempt | RowsAttempt] = [*history.attempts, *history.chunks]
     lives: dict[tuple[int, int], tuple[list[tuple[float, int]], list[int]]] = defaultdict(lambda: ([], []))
-    for attempt in sorted(attempts, key=lambda attempt: (attempt.start, attempt[0])):
+    for attempt in sorted(attempts, key=_by_start):
         busy, free = lives[attempt.replica, attempt.incarnation]
         while busy and busy[0][0] <= attempt.start:
             heappush(free, heappop(busy)[1])
         slot = heappop(free) if free else len(busy)
         heappush(busy, (attempt.end, slot))
         yield attempt, slot
+
+
+def _by_start(attempt: GenerationAttempt | RowsAttempt) -> tuple[float, int]:
+    return attempt.start, attempt.group if isinstance(attempt, GenerationAttempt) else attempt.validation
 
 
 def _arrows(history: History, slices: tuple[Slice, ...]) -> Iterator[Arrow]:

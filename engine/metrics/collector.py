@@ -12,6 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import Struct, field
+
 from engine.commands import Command, ParkGroup, ResumeGroup
 from engine.events import (
     CacheMeasured,
@@ -88,6 +90,25 @@ class FunctionTotals(NamedTuple):
         )  # fmt: skip
 
 
+class CallTotals(Struct):
+    """The calls of the user's functions that were reported, and when each process last reported some."""
+
+    totals: dict[str, FunctionTotals] = field(default_factory=dict)
+    """By function."""
+    reported_at: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    """By function and process."""
+
+    def count(self, event: CallsMeasured) -> None:
+        who = event.function, event.kind, event.index
+        watched_s, self.reported_at[who] = event.at - self.reported_at.get(who, event.at), event.at
+        found = FunctionTotals(
+            event.calls, event.seconds, "agent" if event.setting == SLOTS else "reward", event.setting, event.at_once,
+            event.queued, event.held_s, watched_s,
+        )  # fmt: skip
+        before = self.totals.get(event.function)
+        self.totals[event.function] = found if before is None else before.plus(found)
+
+
 class HasState(Protocol):
     """The parts of the scheduler that metrics read."""
 
@@ -128,10 +149,9 @@ class RunMetrics:
         """The group whose attempt failed last, by cause."""
         self.last_failure = ""
         """The newest failure and its reason."""
-        self.calls: dict[str, FunctionTotals] = {}
+        self._functions = CallTotals()
+        self.calls: Mapping[str, FunctionTotals] = self._functions.totals
         """By function."""
-        self._called_at: dict[tuple[str, str, int], float] = {}
-        """When a process last reported calls of a function."""
         self.changes = 0
         """Number of ticks so far that changed something."""
         self.parked = dict.fromkeys(PARKED_REASONS, 0)
@@ -370,14 +390,7 @@ class RunMetrics:
             self._retry("publish", f"version {event.version}, {event.state}: {event.reason}")
 
     def _calls_measured(self, event: CallsMeasured) -> None:
-        who = event.function, event.kind, event.index
-        watched_s, self._called_at[who] = event.at - self._called_at.get(who, event.at), event.at
-        found = FunctionTotals(
-            event.calls, event.seconds, "agent" if event.setting == SLOTS else "reward", event.setting, event.at_once,
-            event.queued, event.held_s, watched_s,
-        )  # fmt: skip
-        before = self.calls.get(event.function)
-        self.calls[event.function] = found if before is None else before.plus(found)
+        self._functions.count(event)
         if event.kind == REPLICA:
             self._replicas_changed = True
 

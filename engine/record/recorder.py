@@ -7,7 +7,8 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from engine.commands import Command, FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RecordNotBegun
@@ -31,6 +32,14 @@ class RecordEnd:
     torn: Torn | None = None
 
 
+class SnapshotMark(NamedTuple):
+    """Which snapshot of which record: a lost end of a record may be written again, with the same numbers."""
+
+    ticks: int
+    events: EventId
+    crc32: int
+
+
 class RecordWriter:
     """Base of recorders: encodes ticks, and passes them to `append`."""
 
@@ -39,8 +48,7 @@ class RecordWriter:
     next_tick = 0
     """Number of the next tick."""
     next_event = 0
-    newest_snapshot: EventId = 0
-    """Number of events before the newest snapshot; 0: there is none."""
+    newest_snapshot: SnapshotMark | None = None
 
     def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
         """Append a tick."""
@@ -54,8 +62,9 @@ class RecordWriter:
 
     def snapshot(self, plain: Sequence[Any]) -> None:
         """Append a snapshot of the state after the ticks so far, as `snapshots.snapshot` returned it."""
-        self.append(encode_snapshot(self.next_tick, self.next_event, plain))
-        self.newest_snapshot = self.next_event
+        data = encode_snapshot(self.next_tick, self.next_event, plain)
+        self.append(data)
+        self.newest_snapshot = SnapshotMark(self.next_tick, self.next_event, crc32(data))
 
     def flush(self) -> None:
         """Hand everything written so far to the operating system."""

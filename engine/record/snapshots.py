@@ -35,8 +35,6 @@ Plain = Any
 
 SHOWN = 100
 """Maximum length of a value in a message, in characters."""
-STRETCH_EVENTS = 20_000
-"""Minimum number of events between two snapshots that readers of a record replay apart from the rest."""
 DAMAGED = (
     EngineError, msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError,
     StructError,

@@ -18,6 +18,7 @@ from engine.commands import FinishRun
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, counted, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
+from engine.metrics.history_log import HistoryLog
 from engine.metrics.journal import cut_rows
 from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
@@ -183,6 +184,8 @@ class RecoveredRun:
 
     recovered: Recovered
     lock: RecordLock
+    log: HistoryLog
+    """Has caught up with the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +371,7 @@ def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
     for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
         remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
-        recovered=recovered, lock=lock, restore=restore, missing=missing, torn=torn, damaged=tuple(damaged),
+        recovered=recovered, lock=lock, log=HistoryLog(plan.run_dir, recovered.events), restore=restore, missing=missing, torn=torn, damaged=tuple(damaged),
         aside=newest, validations=state.validations.created, changed=changed,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
 from engine.metrics.collector import RunMetrics
+from engine.metrics.history_log import HistoryLog
 from engine.metrics.journal import Row, first_rows, validation_rows
 from engine.metrics.sinks import open_row_writer
 from engine.policies import PolicySet
@@ -27,7 +28,6 @@ from engine.runtime.control_requests import Control
 from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
 from engine.runtime.filtered_samples import FilteredSamples
-from engine.runtime.history_process import HistoryProcess
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.process_port import Found, Processes, Stores
 from engine.runtime.prompt_sources import MixedPrompts
@@ -132,7 +132,8 @@ class RunParts:
             first = first_rows(journal.path)
             validations = [*validation_rows(journal.path)]
         self.metrics = RunMetrics(self.scheduler, journal, first, validations)
-        self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
+        self.history = HistoryLog(plan.run_dir) if earlier is None else earlier.log
+        self.history.begin(self.scheduler, self.metrics, recorder)
         self.driver = Driver(
             self.scheduler, LoopClock(self._at), recorder, None, self._observe,
             0 if earlier is None else earlier.recovered.events,
@@ -217,10 +218,8 @@ class RunParts:
             self._filtered.close()
 
     def close(self) -> None:
-        """Close the record, the metrics, the metrics endpoint and the process that reads the record."""
-        if self._history is not None:
-            self._history.close()
-        with contextlib.closing(self.recorder):
+        """Close the record, the history log, the metrics and the metrics endpoint."""
+        with contextlib.closing(self.recorder), contextlib.closing(self.history):
             self.metrics.close()
         if self.endpoint is not None:
             self.endpoint.close()
@@ -231,12 +230,11 @@ class RunParts:
 
     def _observe(self, tick: Tick) -> None:
         self.watchdog.observe(tick)
-        if self._history is not None:
-            self._history.wake()
         state = self.scheduler.state
         if self._learning is not None:
             self._learning.watch(tick, state)
         if self._filtered is not None and state.filtered:
             self._filtered.keep(state.filtered, state.training.steps_trained, self.scheduler.policies.names["filter"])
         self.metrics.observe(tick)
+        self.history.take(tick)
         self.watchers.soon()

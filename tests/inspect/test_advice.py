@@ -12,8 +12,8 @@ from engine.events import CallsMeasured
 from engine.inspect.advice import _slots, advise, present_limits
 from engine.inspect.estimate import ScheduleSettings, estimate, measure
 from engine.inspect.explanation import explain_run
-from engine.inspect.history import History
 from engine.inspect.history_reader import read_history
+from engine.metrics.history import History
 from engine.policies import PolicySet
 from engine.protocols import SLOTS
 from engine.record import Header, read

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from steady_world import SteadyDice
 
 from engine.errors import ConfigError
@@ -19,9 +20,18 @@ from engine.inspect.explanation import (
     explain_run,
     explain_step,
 )
-from engine.inspect.history import GenerationAttempt, GroupWait, History
-from engine.inspect.history_builder import HistoryBuilder
-from engine.inspect.history_reader import read_history
+from engine.inspect.history_reader import made_history, read_history
+from engine.metrics.history import (
+    GenerationAttempt,
+    GroupRow,
+    GroupWait,
+    History,
+    IdleSpan,
+    Intervals,
+    StepPhase,
+    StepRow,
+)
+from engine.metrics.history_builder import OpenValues
 from engine.record import Header, Record, read
 from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Setting, World
@@ -127,22 +137,29 @@ def test_a_moment_has_the_trainer_every_replica_and_the_ready_groups() -> None:
     assert "Replica 0: up, 1 group running (1)." in said and "3 groups ready: 5, 6, 7." in said
 
 
+def step_row(finished: float, formed: float, begin: float = 0.0, groups: tuple[int, ...] = (0,)) -> StepRow:
+    times = [("collecting", begin, formed, "training"), ("training", formed, finished, "finished")]
+    phases = tuple(StepPhase(0, name, start, end, outcome, 0, 0) for name, start, end, outcome in times)
+    return StepRow(0, groups, (0,) * len(groups), phases, -1, 0, finished, False)
+
+
+def group_row(group: int) -> GroupRow:
+    return GroupRow(group, "batched", 0.0, 0.0, -1.0, 0, 1, 4, 0, 0, None, None, 0, 0)
+
+
 def test_each_second_of_the_last_group_has_one_bound_in_every_order_of_states() -> None:
-    built = HistoryBuilder()
-    built.draw(0, 1, 0.0)
+    found = Intervals(groups=[group_row(0)], steps=[step_row(25.0, 21.0)])
     attempt = GenerationAttempt(0, 1, 0, 1, 7.0, 11.0, False, "aborted", "timeout", 0, 0, 0, 4, 4, 2, 3, 3)
-    again = attempt._replace(attempt=2, start=13.0, end=16.0, resumed=True, outcome="generated", reason="")
-    built.attempts += [attempt, again]
+    again = structs.replace(attempt, attempt=2, start=13.0, end=16.0, resumed=True, outcome="generated", reason="")
+    found.attempts += [attempt, again]
     for state, start, end, outcome in [
         ("fetching", 0.0, 6.0, "queued"), ("checking", 16.0, 20.0, READY), (READY, 20.0, 21.0, "batched"),
     ]:  # fmt: skip
-        built.waits.append(GroupWait(0, state, start, end, outcome, 0, 0))
-    for at, state in [(0.0, "collecting"), (21.0, "training"), (25.0, "finished")]:
-        built.step(0, state, at, 0)
-    built.batch(0, [0], [0])
-    built.span(0.0, 21.0, 0.0, (), "waiting_for_groups")
-    built.span(21.0, 25.0, 0.0, (), "training")
-    history = built.history(Header(run="made", limits={}), 1, 1, 26.0, "finished", "", ())
+        found.waits.append(GroupWait(0, state, start, end, outcome, 0, 0))
+    found.idle += [
+        IdleSpan(0.0, 21.0, 0.0, (), "waiting_for_groups"), IdleSpan(21.0, 25.0, 0.0, (), "training"),
+    ]  # fmt: skip
+    history = made_history(Header(run="made", limits={}), found, OpenValues(at=26.0), "finished")
     assert seconds_of(explain_step(history, 0)) == {
         "rewards": 10.0, "generation": 7.0, "training": 4.0, "parked": 2.0, "not_started": 1.0, "other": 2.0,
     }  # fmt: skip
@@ -163,21 +180,18 @@ def test_a_step_without_a_batch_waits_for_the_group_at_work_that_is_due_first() 
 
 
 def test_an_undone_step_waited_for_the_last_group_of_its_own_batch() -> None:
-    built = HistoryBuilder()
-    built.draw(0, 2, 0.0)
+    found = Intervals(groups=[group_row(0), group_row(1)])
     for group, start, end in [(0, 0.0, 5.0), (1, 0.0, 9.0), (1, 10.0, 15.0), (0, 10.0, 18.0)]:
         made = GenerationAttempt(group, 1, 0, 1, start, end, False, "generated", "", 0, 0, 0, 4, 4, 0, 0, 0)
-        built.attempts.append(made)
-        built.waits.append(GroupWait(group, READY, end, 9.0 if start < 10.0 else 18.0, "batched", 0, 0))
+        found.attempts.append(made)
+        found.waits.append(GroupWait(group, READY, end, 9.0 if start < 10.0 else 18.0, "batched", 0, 0))
     for begin, formed, finished in [(0.0, 9.0, 10.0), (10.0, 18.0, 20.0)]:
-        for at, state in [(begin, "collecting"), (formed, "training"), (finished, "finished")]:
-            built.step(0, state, at, 0)
-        built.batch(0, [0, 1], [0, 0])
-        built.span(begin, formed, 0.0, (), "waiting_for_groups")
-        built.span(formed, finished, 0.0, (), "training")
+        found.steps.append(step_row(finished, formed, begin, (0, 1)))
+        found.idle.append(IdleSpan(begin, formed, 0.0, (), "waiting_for_groups"))
+        found.idle.append(IdleSpan(formed, finished, 0.0, (), "training"))
         if begin == 0.0:
-            built.undo_steps(0)
-    history = built.history(Header(run="made", limits=LIMITS.to_plain()), 1, 1, 20.0, "finished", "", ())
+            found.steps.append(0)
+    history = made_history(Header(run="made", limits=LIMITS.to_plain()), found, OpenValues(at=20.0), "finished")
     slowest = next(part for part in explain_run(history).parts if part.heading == "slowest steps")
     waits = [sentence.split(" on replica")[0] for sentence in slowest.sentences]
     assert waits == [

@@ -1,27 +1,31 @@
 """The history of a run, as timeline, report and explanation use it: compared with the scheduler's own books."""
 
-import subprocess
-import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from engine.commands import Command
 from engine.errors import ConfigError, EngineError, RecordError
 from engine.events import RunResumed
-from engine.inspect import history_cache, history_reader
-from engine.inspect.history import FATES, NO_EVENT, RUNNING, History, IdleSpan
-from engine.inspect.history_builder import NO_WAITS
-from engine.inspect.history_cache import SOURCES, HistoryCache
 from engine.inspect.history_reader import read_history
 from engine.inspect.timeline import timeline_of
-from engine.record import Header, Record, Recorder, Tick, read, replay, snapshots
+from engine.metrics import history_log
+from engine.metrics.collector import RunMetrics
+from engine.metrics.history import FATES, NO_EVENT, RUNNING, History
+from engine.metrics.history_builder import NO_WAITS, HistoryBuilder
+from engine.metrics.history_log import FILE, HistoryLog, RecordHistory, stretches_in
+from engine.record import Header, Record, RecordEnd, Recorder, Tick, read, recover, replay, snapshots
+from engine.record.files import RecordLock
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import build_scheduler
-from engine.record.snapshots import snapshot
+from engine.runtime.driver import Driver
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults
 from engine.states.limits import Limits
 from engine.states.machine import Phase
@@ -111,175 +115,150 @@ def test_between_two_ticks_a_history_has_the_states_of_the_books(family: Any, nu
     replay(record, build=lambda header: scheduler, watch=watch)
 
 
-def with_snapshots(record: Record, directory: Path, every: int = 25, *, ended: bool = False) -> Record:
-    """The record with a snapshot after so many ticks. `ended`: with one at its end, as of a run that ended in order."""
-    scheduler, recorder = build_scheduler(record.header), Recorder(directory, record.header)
+class Rerun:
+    """A run that takes the ticks of a record again and records them, with a snapshot after so many events. Its process
+    can be killed between two ticks."""
 
-    def write(tick: Tick) -> None:
-        recorder.write(tick.events, tick.commands)
-        if (tick.number + 1) % every == 0:
-            recorder.snapshot(snapshot(scheduler))
+    def __init__(self, record: Record, run_dir: Path, every: int) -> None:
+        self.run_dir, self.every = run_dir, every
+        self.alone = MemoryRecorder(record.header)
+        """The record without snapshots and without a log beside it."""
+        self._begin(build_scheduler(record.header), HistoryLog(run_dir), record.header)
 
-    replay(record, build=lambda header: scheduler, watch=write)
-    if ended:
-        recorder.snapshot(snapshot(scheduler))
-    recorder.close()
-    return read(directory)
+    def _begin(self, scheduler: Scheduler, log: HistoryLog, end: Header | RecordEnd, events: int = 0) -> None:
+        self.metrics, self.log = RunMetrics(scheduler), log
+        self.recorder = Recorder(self.run_dir / "schedule", end)
+        log.begin(scheduler, self.metrics, self.recorder)
+        self.driver = Driver(scheduler, self, self.recorder, self, self._observe, events, self.every)
+        self.driver.most_events = lambda: 1 << 20
 
+    def kill(self) -> None:
+        del self.recorder, self.driver, self.log
+        recovered = recover(read(self.run_dir / "schedule"))
+        log = HistoryLog(self.run_dir, recovered.events)
+        self._begin(recovered.scheduler, log, recovered.end, recovered.events)
 
-def comparable(history: History) -> History:
-    """The history with rounded sums of idle time instead of its spans, which end at each snapshot."""
-    causes = {"busy": history.busy_s, **history.idle_s, **history.trainer_s}
-    rounded = {name: round(seconds, 6) for name, seconds in causes.items()}
-    sums = IdleSpan(0.0, history.end, 0.0, tuple(sorted(one for one in rounded.items() if one[1])), "")
-    return replace(history, idle=(sums,))
+    def now(self) -> float:
+        return self.at
+
+    def execute(self, commands: Sequence[Command]) -> None: ...
+
+    def _observe(self, tick: Tick) -> None:
+        self.metrics.observe(tick)
+        self.log.take(tick)
+
+    def take(self, tick: Tick) -> None:
+        if self.driver.outcome is not None:
+            self.kill()  # another process continues a run that has ended
+        self.at = tick.at
+        self.driver.deliver(*tick.events)
+        self.alone.write(tick.events, tick.commands)
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.log.close()
+
+    def check(self) -> None:
+        """Deleting the log changes no answer."""
+        assert read_history(self.run_dir) == read_history(read(self.alone))
 
 
 @pytest.mark.parametrize(("family", "number"), WORLDS)
-def test_stretches_of_a_record_give_the_history_of_the_whole(family: Any, number: int, tmp_path: Path) -> None:
-    record = with_snapshots(record_of(family, number), tmp_path / "schedule")
-    whole = comparable(read_history(record, stretch_events=10**9))
-    assert comparable(read_history(record, stretch_events=25)) == whole, "from a replay"
-    assert comparable(read_history(record, stretch_events=25)) == whole, "from the cache"
+def test_deleting_the_log_of_a_run_changes_no_answer_at_any_cut(family: Any, number: int, tmp_path: Path) -> None:
+    record, dice = record_of(family, number), Random(number)
+    ticks = [*record.ticks()]
+    run, checked = Rerun(record, tmp_path, every=20), range(0, len(ticks), 1 + len(ticks) // 30)
+    for tick in ticks:
+        run.take(tick)
+        if dice.random() < 0.05:
+            run.kill()
+        if tick.number in checked:
+            run.check()
+    run.close()
+    run.check()
+    assert [*stretches_in(tmp_path / FILE)]
 
 
 @pytest.fixture
-def long(tmp_path: Path) -> Record:
-    return with_snapshots(faulty_record(), tmp_path / "schedule")
+def run(tmp_path: Path) -> Rerun:
+    """A run that was killed after its last tick."""
+    record = faulty_record()
+    made = Rerun(record, tmp_path, every=25)
+    for tick in record.ticks():
+        made.take(tick)
+    made.recorder.close()
+    return made
 
 
-def replayed_stretches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The stretches that this process replays from now on; no other does."""
-    replayed = []
-    original = history_reader.replay_stretch
-    monkeypatch.setattr(history_reader, "replay_stretch", lambda *a: replayed.append(a[1]) or original(*a))
-    monkeypatch.setattr(history_reader, "MAX_PROCESSES", 1)
-    return replayed
+def test_damage_of_a_log_changes_no_answer_and_is_mended(run: Rerun) -> None:
+    path = run.run_dir / FILE
+    whole = path.read_bytes()
+    run.check()
+    complete = path.read_bytes()
+    assert complete.startswith(whole)
+    for cut in range(0, len(whole), 1 + len(whole) // 25):
+        path.write_bytes(whole[:cut] if cut % 2 else whole[:cut] + b"?" + whole[cut + 1 :])
+        run.check()
+        assert path.read_bytes() == complete
+    path.unlink()
+    path.mkdir()
+    run.check()
 
 
-def test_only_what_is_new_is_replayed(long: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = read_history(long, 25)
-    replayed = replayed_stretches(monkeypatch)
-    assert read_history(tmp_path, 25) == before
-    assert [stretch.end for stretch in replayed] == [None], "the end of the record may grow"
+def test_a_record_that_lost_its_end_counts_no_stretch_behind_it(run: Rerun, tmp_path: Path) -> None:
+    half = len([*read(run.alone).ticks()]) // 2
+    other = Rerun(read(run.alone), tmp_path / "other", every=25)
+    for tick in read(run.alone).ticks():
+        if tick.number < half:
+            other.take(tick)
+    (other.run_dir / FILE).write_bytes((run.run_dir / FILE).read_bytes())
+    other.check()
+    other.kill()
+    assert (other.run_dir / FILE).stat().st_size < (run.run_dir / FILE).stat().st_size
+    for tick in read(run.alone).ticks():
+        if tick.number >= half:
+            other.take(tick)
+    other.check()
 
 
-def test_all_of_a_run_that_ended_in_order_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = with_snapshots(faulty_record(), tmp_path / "schedule", ended=True)
-    before, end = read_history(record, 25), next(record.snapshots())
-    assert comparable(before) == comparable(read_history(record, 10**9))
-    replayed = replayed_stretches(monkeypatch)
-    assert read_history(record, 25) == before
-    assert [(stretch.begin, stretch.end) for stretch in replayed] == [(end, None)], "without events"
+def test_a_log_is_written_by_a_reader_only_once_the_run_has_ended(run: Rerun) -> None:
+    path, schedule = run.run_dir / FILE, run.run_dir / "schedule"
+    path.unlink()
+    lock = RecordLock(schedule)
+    run.check()
+    assert not path.exists()
+    lock.release()
+    run.check()
+    assert RecordHistory(read(schedule), path).position == next(read(schedule).snapshots()).position
 
 
-def test_a_short_run_that_ended_in_order_keeps_no_cache(tmp_path: Path) -> None:
-    read_history(with_snapshots(faulty_record(), tmp_path / "schedule", 10**9, ended=True))
-    assert not (tmp_path / "history-cache").exists()
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-9], lambda data: b"", lambda data: data[:40] + b"?" * 9 + data[49:]]
-)
-def test_a_damaged_file_of_the_cache_is_written_again(long: Record, damage: Any, tmp_path: Path) -> None:
-    before = read_history(long, 25)
-    files = {path: path.read_bytes() for path in (tmp_path / "history-cache").iterdir()}
-    assert files
-    for path, data in files.items():
-        path.write_bytes(damage(data))
-    assert read_history(long, 25) == before
-    assert {path: path.read_bytes() for path in files} == files
-
-
-def test_a_cache_of_other_source_code_is_replaced_as_one_that_is_missing(
-    long: Record, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", ["a directory", "too much to replay", "a defect"])
+def test_a_log_that_cannot_be_continued_does_not_fail_the_run(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = read_history(long, 25)
-    monkeypatch.setattr(history_cache, "_sources", lambda: b"other code")
-    stretches = history_reader._stretches(long, 25)
-    assert not any(map(HistoryCache(long).holds, stretches)), "they are replayed at once"
-    assert read_history(long, 25) == before
-    assert all(map(HistoryCache(long).holds, stretches[:-1]))
+    record = faulty_record()
+    run = Rerun(record, tmp_path, every=25)
+    for tick in record.ticks():
+        if tick.number == 100:
+            if problem == "a directory":
+                (tmp_path / FILE).unlink()
+                (tmp_path / FILE).mkdir()
+            elif problem == "too much to replay":
+                (tmp_path / FILE).unlink()
+                monkeypatch.setattr(history_log, "MOST_REPLAYED", 20)
+            else:
+                monkeypatch.delattr(HistoryBuilder, "_begin")
+            run.kill()
+        run.take(tick)
+    run.close()
+    monkeypatch.undo()
+    assert run.log.is_off and len(caplog.records) == (problem != "too much to replay")
+    run.check()
 
 
-def test_a_cache_of_another_snapshot_at_the_same_place_is_not_used(
-    long: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_history(long, 25)
-    last = history_reader._stretches(long, 25)[-2]
-    original = Record.snapshot_bytes
-    monkeypatch.setattr(
-        Record, "snapshot_bytes", lambda self, place: original(self, place) + b"?" * (place == last.end)
-    )
-    replayed = replayed_stretches(monkeypatch)
-    read_history(long, 25)
-    assert [stretch.end for stretch in replayed] == [last.end, None]
-
-
-def test_the_cache_depends_on_all_code_that_replays() -> None:
-    code = "import sys, engine.inspect.history_reader; print(*(m for m in sys.modules if m.startswith('engine.')))"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    known = {name.removesuffix(".py") for name in SOURCES}
-    assert {name.split(".")[1] for name in modules} - known == {"version"}
-
-
-def test_a_cache_that_cannot_be_written_or_read_is_passed_over(long: Record, tmp_path: Path) -> None:
-    whole = comparable(read_history(long, 10**9))
-    (tmp_path / "history-cache").write_text("a file")
-    assert comparable(read_history(long, 25)) == whole
-
-
-KILLED_WRITER = """
-import os, signal, sys, zlib
-from engine.inspect.history_reader import cache_history
-zlib.compress = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
-cache_history(sys.argv[1], 25)
-"""
-
-
-def test_what_a_killed_writer_left_is_removed(long: Record, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], check=False)
-    (unfinished,) = (tmp_path / "history-cache").iterdir()
-    others = (tmp_path / "history-cache" / "others.1").write_bytes(b"of a process that lives")
-    before = read_history(long, 25)
-    assert not unfinished.exists() and others
-    assert {path.suffix for path in (tmp_path / "history-cache").iterdir()} == {".z", ".1"}
-    assert read_history(long, 25) == before
-
-
-KILLED = """
-import os, signal, sys
-from engine.inspect import history_reader
-reader, original, ended = os.getpid(), history_reader.replay_stretch, []
-def killed(record, stretch):
-    if os.getpid() != reader and stretch.begin is not None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    ended.append(stretch)
-    return original(record, stretch)
-history_reader.replay_stretch = killed
-os.sched_getaffinity = lambda _: range(4)
-history_reader.read_history(sys.argv[1], 25)
-print(len(ended))
-"""
-
-
-def test_stretches_of_a_process_that_was_killed_are_replayed_by_the_reader(long: Record, tmp_path: Path) -> None:
-    stretches = history_reader._stretches(long, 25)
-    code = [sys.executable, "-c", KILLED, str(tmp_path)]
-    ended = subprocess.run(code, capture_output=True, text=True, check=True)
-    assert ended.stderr == "" and len(stretches) - 1 <= int(ended.stdout) <= len(stretches)
-
-
-def test_a_snapshot_of_another_engine_is_passed_over(long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = read_history(long, 10**9)
+def test_a_snapshot_of_another_engine_is_passed_over(run: Rerun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "declarations", lambda: [["State", "another field"]])
-    assert comparable(read_history(long, 25)) == comparable(whole)
-
-
-def test_a_record_in_memory_keeps_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    read_history(faulty_record(), 25)
-    assert not [*tmp_path.iterdir()]
+    run.check()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from engine.cli import main
 from engine.errors import visible
-from engine.inspect.history import ProcessLife
 from engine.inspect.history_reader import read_history
 from engine.inspect.timeline import Arrow, Slice, Timeline, Track, timeline_of
 from engine.inspect.timeline_files import WRITERS, write_perfetto
+from engine.metrics.history import ProcessLife
 from tests.inspect.recorded_worlds import faulty_record, recorded
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.commands import ScoreBatch
 from engine.events import BatchScored
 from engine.ids import GroupId, StepId, Version
-from engine.inspect.history import GenerationAttempt, History, StepPhase, StepRow
 from engine.inspect.history_reader import read_history
+from engine.metrics.history import GenerationAttempt, History, StepPhase, StepRow
 from engine.record import Record, read
 from engine.record.recorder import MemoryRecorder
 

@@ -23,7 +23,9 @@ from engine.cli.top import ask
 from engine.control.address_file import place_of
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFailed, RunFinished
 from engine.events import DrainRequested, ProcessLost, ReplicasWanted, RunResumed, SettingChanged, StepTrained
+from engine.inspect.history_reader import read_history
 from engine.metrics.address_files import address_of
+from engine.metrics.history_log import FILE, RecordHistory
 from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.record.files import RecordLock
@@ -60,6 +62,10 @@ def test_a_killed_run_is_resumed_and_loses_nothing(tmp_path: Path, step: int) ->
     assert result.resumed.startswith(f"resumed from {source}, after ")
     assert trained_in(tmp_path) == list(range(PROMPTS // 4)), "steps behind the checkpoint come from the record"
     assert replay(read(tmp_path / "schedule")).identical
+    assert RecordHistory(read(tmp_path / "schedule"), tmp_path / FILE).position == result.events
+    history = read_history(tmp_path)
+    (tmp_path / FILE).unlink()
+    assert read_history(tmp_path) == history, "deleting the history log changes no answer"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(PROMPTS // 4))
     kept = [(row["step"], row["group"], row["sample"]) for row in SampleFiles(tmp_path / "samples").rows("train")]

@@ -1,17 +1,19 @@
 """What happened in a run, as plain values: who worked on what, when, why it began and why it ended.
 
-`read_history` reads a record once. The timeline, the report, the explanation and the pictures share its result, and
-none of them reads a record by itself. Every value with a duration has `start` and `end` in seconds since the run began,
-`cause`, the event that made it begin, and `ended_by`, the event that ended it; `History.links` joins the two. Must not
-read records: `history_reader` does.
+A run finds them while it goes (`history_builder`) and keeps them in a file (`history_log`). `inspect.history_reader`
+makes a `History` of them, which the timeline, the report, the explanation and the pictures share. Every value with a
+duration has `start` and `end` in seconds since the run began, `cause`, the event that made it begin, and `ended_by`,
+the event that ended it; `History.links` joins the two. Must not read records or files.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, ValidationId, Version
 from engine.metrics.collector import FunctionTotals
@@ -36,7 +38,7 @@ FATES = {
 """What became of sampled tokens. Every token has one fate. Tokens that no replica reported are not counted."""
 
 
-class GenerationAttempt(NamedTuple):
+class GenerationAttempt(Struct, frozen=True, array_like=True, gc=False):
     """One attempt to generate a group, in one life of a replica."""
 
     group: GroupId
@@ -85,7 +87,7 @@ class RowsAttempt(NamedTuple):
     ended_by: EventId
 
 
-class GroupWait(NamedTuple):
+class GroupWait(Struct, frozen=True, array_like=True, gc=False):
     """The time that a group waited for its batch, or was in an added state."""
 
     group: GroupId
@@ -132,8 +134,7 @@ class SyncPhase(NamedTuple):
     ended_by: EventId
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessLife:
+class ProcessLife(Struct, frozen=True, array_like=True, gc=False):
     """One life of a process."""
 
     kind: str
@@ -178,7 +179,7 @@ class IdleSpan(NamedTuple):
 Interval = GenerationAttempt | RowsAttempt | GroupWait | StepPhase | SyncPhase | ProcessLife | CheckpointWrite
 
 
-class GroupRow(NamedTuple):
+class GroupRow(Struct, frozen=True, array_like=True, gc=False):
     """One prompt group, from its draw to its end."""
 
     group: GroupId
@@ -225,6 +226,33 @@ class Failure(NamedTuple):
     text: str
 
 
+class Intervals(Struct):
+    """What ended in a part of a run, in the order in which it ended."""
+
+    attempts: list[GenerationAttempt] = field(default_factory=list)
+    chunks: list[RowsAttempt] = field(default_factory=list)
+    waits: list[GroupWait] = field(default_factory=list)
+    groups: list[GroupRow] = field(default_factory=list)
+    """A group may have several rows: the run went back to an earlier checkpoint between them."""
+    steps: list[StepRow | StepId] = field(default_factory=list)
+    """A number: there, the run went back to the weights after so many steps. Rows that this undid, and that had not
+    ended, follow it."""
+    syncs: list[SyncPhase] = field(default_factory=list)
+    lives: list[ProcessLife] = field(default_factory=list)
+    checkpoints: list[CheckpointWrite] = field(default_factory=list)
+    idle: list[IdleSpan] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    settings: list[tuple[float, str, str]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """As in `metrics.jsonl`, without the trainer's own figures."""
+
+    def extend(self, more: "Intervals") -> None:
+        """Add what ended after it."""
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(more, name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class History:
     """A run as far as its record goes. Values are in the order in which they ended."""
@@ -268,7 +296,7 @@ class History:
     failures: tuple[Failure, ...]
     functions: Mapping[str, FunctionTotals]
     """Those of the user's functions of which calls were reported."""
-    settings: tuple[tuple[float, str, str], ...] = field(default=())
+    settings: tuple[tuple[float, str, str], ...] = ()
     """(time, setting, value) of each change of a live setting."""
 
     @cached_property
