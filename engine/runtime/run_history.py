@@ -43,6 +43,7 @@ from engine.workers.plan import Plan, Redo, Restore
 # -- groups that the record refers to ----------------------------------------------------------------------------------
 
 
+METRICS = "metrics.jsonl"
 INITIAL = "initial"
 """The name of the initial weights in `--force-from`."""
 
@@ -255,7 +256,7 @@ def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir:
         ):
             raise _finished(plan.run_dir, outcome, recovered)
         end_earlier(plan.run_dir)
-        return _prepared(plan, recovered, lock)
+        return apply(check(plan, recovered), lock)
     except BaseException:
         lock.release()
         raise
@@ -320,60 +321,112 @@ def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: 
     return RecordLock(schedule)
 
 
-def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock) -> RunHistory:
-    """Check everything that the run needs to resume, then set later data aside."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where a run continues, once every file that it needs has been checked."""
+
+    plan: Plan
+    recovered: Recovered
+    steps: StepId
+    """Number of train steps in the checkpoint."""
+    checkpoint: Path | None
+    """None: the initial weights."""
+    later: tuple[Path, ...]
+    """Checkpoints of later steps."""
+    missing: tuple[GroupId, ...] | None
+    """See `RunHistory`."""
+    torn: Torn | None
+    changed: bool
+    """Whether the data has changed."""
+    damaged: tuple[str, ...]
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.plan.run_dir is not None
+        return self.plan.run_dir
+
+    @property
+    def state(self) -> State:
+        return self.recovered.scheduler.state
+
+
+def check(plan: Plan, recovered: Recovered) -> Resume:
+    """Check everything that the run needs to resume. Sets nothing aside. Raises: see `history_of`."""
     assert plan.run_dir is not None
-    state = recovered.scheduler.state
     saved = list_checkpoints(plan.run_dir / "checkpoints")
     steps, checkpoint = _chosen(plan, saved, recovered)
     if checkpoint is not None:
-        if plan.restore_trainer is None:
-            law = "cannot be loaded by this plan"
-            raise ConfigError(
-                "Plan.restore_trainer", None, f"{checkpoint.name} {law}", "set a function that restores the trainer"
-            )
-        try:
-            verify_checkpoint(checkpoint)
-        except OSError as error:
-            raise RecordError(str(checkpoint), 0, f"cannot be read: {error.strerror or error}") from None
-    metrics = plan.run_dir / "metrics.jsonl"
+        _require_usable(plan, checkpoint)
+    metrics = plan.run_dir / METRICS
     if metrics.exists():
         require_regular(metrics)
     missing, torn = (None, None) if plan.resumption.force_from is not None else missing_groups(plan, recovered, steps)
     changed = begins_inputs(plan.run_dir, recovered.events, missing is None)
     if changed and missing is not None:  # the rows of groups that have begun may be others
-        missing = tuple(dict.fromkeys([*missing, *_unfinished(state, Phase.RUNNING, Phase.PARKED)]))
-    # nothing has been changed so far
-    aside = [] if missing is not None else [put_store_aside(plan.run_dir / "trajectories")]
-    aside += [put_aside(path) for later, path in saved if later > steps]
-    open_steps, copied = set(state.training.steps), name_aside(metrics)
-    damaged = _not_needed(plan, saved, recovered)
-    reached = steps if missing is None else state.training.steps_trained
-    validations = set(range(state.validations.created)) - state.validations.runs.keys()
-    rows = cut_rows(metrics, reached, damaged.append, open_steps, validations, copied)
-    reported = {row["step"] for row in rows if "step" in row}
-    redo = [
-        Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in reported)
-        for batch in (recovered.batches(steps) if missing is not None else ())
-    ]
-    restore = Restore(
-        steps=steps,
-        optimizer_steps=state.training.updates_in[steps],
-        checkpoint=None if checkpoint is None else str(checkpoint),
-        redo=tuple(redo),
-    )
+        begun = _unfinished(recovered.scheduler.state, Phase.RUNNING, Phase.PARKED)
+        missing = tuple(dict.fromkeys([*missing, *begun]))
+    later = tuple(path for number, path in saved if number > steps)
+    return Resume(
+        plan=plan, recovered=recovered, steps=steps, checkpoint=checkpoint, later=later, missing=missing, torn=torn,
+        changed=changed, damaged=tuple(_not_needed(plan, saved, recovered)),
+    )  # fmt: skip
+
+
+def _require_usable(plan: Plan, checkpoint: Path) -> None:
+    """Raises: `ConfigError` if the plan cannot load a checkpoint, `RecordError` if it is damaged."""
+    if plan.restore_trainer is None:
+        law = f"{checkpoint.name} cannot be loaded by this plan"
+        raise ConfigError("Plan.restore_trainer", None, law, "set a function that restores the trainer")
+    try:
+        verify_checkpoint(checkpoint)
+    except OSError as error:
+        raise RecordError(str(checkpoint), 0, f"cannot be read: {error.strerror or error}") from None
+
+
+def apply(resume: Resume, lock: RecordLock) -> RunHistory:
+    """Set aside what is later than the checkpoint, and cut the metrics, which are written again."""
+    run_dir, branches, damaged = resume.run_dir, resume.missing is None, [*resume.damaged]
+    aside = [put_store_aside(run_dir / "trajectories")] if branches else []
+    aside += map(put_aside, resume.later)
+    copied = name_aside(run_dir / METRICS)
+    rows = _cut_metrics(resume, copied, damaged)
     aside += [copied] if copied.exists() else []
-    if missing is None:
-        aside.append(_samples_aside(plan.run_dir / FOLDER, steps, rows, damaged))
-    if changed:
-        _begin_inputs(plan.run_dir, recovered, steps, missing)
+    aside += [_samples_aside(run_dir / FOLDER, resume.steps, rows, damaged)] if branches else []
+    if resume.changed:
+        _begin_inputs(resume)
     newest = tuple(path for path in aside if path is not None)
-    for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
+    for directory in (run_dir, run_dir / "checkpoints") if newest else ():
         remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
-        recovered=recovered, lock=lock, log=HistoryLog(plan.run_dir, recovered.events), restore=restore, missing=missing, torn=torn, damaged=tuple(damaged),
-        aside=newest, validations=state.validations.created, changed=changed,
+        recovered=resume.recovered, lock=lock, log=HistoryLog(run_dir, resume.recovered.events),
+        restore=_restore(resume, rows), missing=resume.missing, torn=resume.torn, damaged=tuple(damaged), aside=newest,
+        validations=resume.state.validations.created, changed=resume.changed,
     )  # fmt: skip
+
+
+def _cut_metrics(resume: Resume, copied: Path, damaged: list[str]) -> list[dict[str, Any]]:
+    """Remove the rows that will be written again. Returns the others."""
+    state = resume.state
+    reached = resume.steps if resume.missing is None else state.training.steps_trained
+    validations = set(range(state.validations.created)) - state.validations.runs.keys()
+    metrics, unfinished = resume.run_dir / METRICS, set(state.training.steps)
+    return cut_rows(metrics, reached, damaged.append, unfinished, validations, copied)
+
+
+def _restore(resume: Resume, rows: Sequence[dict[str, Any]]) -> Restore:
+    """What the trainer loads, and the batches that it trains on again."""
+    reported = {row["step"] for row in rows if "step" in row}
+    batches = resume.recovered.batches(resume.steps) if resume.missing is not None else ()
+    redo = [
+        Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in reported)
+        for batch in batches
+    ]
+    return Restore(
+        steps=resume.steps,
+        optimizer_steps=resume.state.training.updates_in[resume.steps],
+        checkpoint=None if resume.checkpoint is None else str(resume.checkpoint),
+        redo=tuple(redo),
+    )
 
 
 def _unfinished(state: State, *phases: Phase) -> list[GroupId]:
@@ -382,15 +435,15 @@ def _unfinished(state: State, *phases: Phase) -> list[GroupId]:
     return [group.id for group in found if state.groups.phase_of(group.state) in phases]
 
 
-def _begin_inputs(run_dir: Path, recovered: Recovered, steps: StepId, missing: tuple[GroupId, ...] | None) -> None:
+def _begin_inputs(resume: Resume) -> None:
     """Note at which event a change of the data counts, and which groups are generated after it."""
-    state = recovered.scheduler.state
-    if missing is None:
-        event = recovered.resume_from_checkpoint(steps=steps, replicas=0)
+    state, recovered = resume.state, resume.recovered
+    if resume.missing is None:
+        event = recovered.resume_from_checkpoint(steps=resume.steps, replicas=0)
         again = {*state.groups.live, *event.consumed, *event.released}
     else:
-        again = {*_unfinished(state, Phase.WAITING), *missing}
-    begin_inputs(run_dir, recovered.events, state.groups.ledger.drawn, tuple(sorted(again)))
+        again = {*_unfinished(state, Phase.WAITING), *resume.missing}
+    begin_inputs(resume.run_dir, recovered.events, state.groups.ledger.drawn, tuple(sorted(again)))
 
 
 def _samples_aside(directory: Path, steps: StepId, rows: Sequence[dict[str, Any]], damaged: list[str]) -> Path | None:
