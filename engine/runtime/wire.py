@@ -53,7 +53,7 @@ GATHER_S = 0.002
 """Minimum seconds between the end of a call and the next call, in which items gather. A call through Ray takes a
 millisecond of processor time, however many items it has."""
 
-WAIT_S = 0.02
+WAIT_S = 0.01
 """Seconds that an item which nobody waits for may wait for others."""
 
 

@@ -292,9 +292,9 @@ class ReplicaWorker(Worker):
             event: Event = aborted_event(group, attempt.number, **self._who)
         else:
             event = generated_event(group, attempt.number, **self._who, described=self.plan.described)
-        # the scheduler knows already that a group whose trajectories have ended makes room for another
-        known = not generated.aborted and attempt.reported == self.plan.samples
-        await self.peers.trajectories.put(group, attempt.number, urgent=not known)
+        # the room of a group whose trajectories have ended is reported within `FINISHED_S`
+        has_room = not generated.aborted and attempt.finished == self.plan.samples
+        await self.peers.trajectories.put(group, attempt.number, urgent=not has_room)
         if attempt.unwanted:
             await self.peers.trajectories.discard([group.group], attempt.number)
         return event
