@@ -114,7 +114,7 @@ class OrderTimes:
         progresses = order.number in self._state.orders.by_number
         part_of_start = progresses and order.subject == "start"  # teaches nothing about whole starts
         if type(event) not in TEACH_NOTHING and not part_of_start and order.number in self._marks:
-            self._learn(KINDS_OF_SUBJECTS[order.subject], self.took_s(order, now))
+            self._learn(KINDS_OF_SUBJECTS[order.subject], self.took_s(order, now), now)
         if type(event) is ProcessWaits and event.reason:
             self._marks.pop(order.number, None)  # it begins when there is room
         elif progresses:
@@ -128,10 +128,11 @@ class OrderTimes:
             if following is not None and following.number > order.number:
                 self.mark(following, now)  # its process works on it from now on
 
-    def _learn(self, kind: str, took_s: float) -> None:
+    def _learn(self, kind: str, took_s: float, now: float) -> None:
         if took_s > self.longest.get(kind, -1.0):
             self.longest[kind] = took_s
             self._use_limits()
+            self._look_within(self.every_s, now)  # the first answer shortens the limit of orders that are open
 
     def _new_orders(self) -> list[Order]:
         orders = self._state.orders

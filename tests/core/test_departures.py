@@ -236,8 +236,7 @@ def test_a_stopping_replica_wanted_again_is_charged_if_it_was_stopped_for_failur
     run = small(replica_restarts=1, **({"timeouts": Timeouts(sync_s=50.0)} if failed else {}))
     if failed:
         run.train_on(*run.running()[:2])
-        while not run.ordered(StopProcess):
-            run.fire()
+        run.wait(60.0)
     run.tell(ReplicasWanted(replicas=1))
     if not failed:
         paused(run, 1)

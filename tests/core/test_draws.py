@@ -1,9 +1,6 @@
 """Orders for prompts: fewer than ordered close one, a failed draw is tried again, and an echo changes nothing."""
 
-import pytest
-
 from engine.commands import DrawPrompts, FinishRun
-from engine.errors import InvariantViolated
 from engine.events import DrawFailed, ProcessUp, PromptsDrawn, RunResumed
 from engine.scheduling.groups import MOST_DRAWN
 
@@ -76,10 +73,3 @@ def test_draws_that_fail_five_times_in_a_row_end_the_run_and_name_the_data_sourc
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     run.tell(drawn(run, 4))
     assert run.state.groups.ledger.drawn == 4
-
-
-@pytest.mark.parametrize(("count", "exhausted"), [(-1, False), (99, True), (0, False)])
-def test_what_no_host_may_report_of_a_draw_is_a_defect(count: int, exhausted: bool) -> None:
-    run = undrawn()
-    with pytest.raises(InvariantViolated):
-        run.tell(drawn(run, count, exhausted))

@@ -675,6 +675,12 @@ def test_after_a_first_short_answer_orders_have_one_floor() -> None:
     assert limit(run, "sync", 0) == 100.0
 
 
+def test_a_limit_that_is_learned_holds_for_orders_that_were_given_before() -> None:
+    run = small(every(None, group_s=AUTO, floor_s=100.0), prompts=2)
+    run.finish(0)
+    assert cut_or_stopped(wait(run, run.clock + 105.0)) == ["ParkGroup"]
+
+
 def test_failures_and_parked_groups_teach_nothing() -> None:
     run = small(every(None, group_s=AUTO, floor_s=100.0))
     wait(run, run.clock + 400.0)
