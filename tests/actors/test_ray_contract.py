@@ -58,8 +58,8 @@ class Stage:
         self._scene = RayScene(plan, RayProcesses(plan, PackedPlan.of(plan), self._me, *self._kept))
         await play_case(self._scene, name)
 
-    async def report(self, source: str, incarnation: int, sequence: int, events: bytes, figures: Any) -> list[Any]:
-        for event in unpack_events(events):
+    async def report(self, batch: Any) -> list[Any]:
+        for event in unpack_events(batch[3]):
             self._scene.deliver(event)
         return []
 
