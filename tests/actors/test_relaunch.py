@@ -35,8 +35,8 @@ class Starts:
         monkeypatch.setattr(Launched, "end", lambda launched: None)
 
     def start(self, begun: Plan, node: RayNode, show: Callable[[str], None]) -> Launched:
-        assert begun.resume and begun.again
-        self.tried.append(begun.interrupted)
+        assert begun.resume and begun.resumption.again
+        self.tried.append(begun.resumption.interrupted)
         if self.ends:
             raise self.ends.pop(0)
         return Launched(actor=None, launch="again", metrics_url=None)

@@ -106,7 +106,7 @@ def sample(kind: type[Any], **chosen: Any) -> Any:
     for field in structs.fields(kind):
         hint = str(hints[field.name])
         if "tuple" in hint:
-            values[field.name] = (1.0,) if "float" in hint else (1,)
+            values[field.name] = (1.0,) if "float" in hint else ("one",) if "str" in hint else (1,)
         elif "str" in hint:
             values[field.name] = f"a {field.name}"
         elif "bool" in hint:

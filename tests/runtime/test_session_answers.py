@@ -234,8 +234,8 @@ def test_a_number_of_another_library_becomes_a_plain_one(whole: Any, real: Any) 
     loop = made()
     order = loop.first(StartGroup)
     loop.answer(order, trainable=whole(2), reward_mean=real(1))
-    outcome = loop.session._scheduler.state.groups.live[order.group].outcome
-    assert (outcome.reward_mean, type(outcome.reward_mean)) == (1.0, float)
+    group = loop.session._scheduler.state.groups.live[order.group]
+    assert (group.reward_mean, type(group.reward_mean)) == (1.0, float)
     recorded: Any = [event for tick in loop.session.record.ticks() for event in tick.events][-1]
     assert (recorded.trainable, recorded.reward_mean) == (2, 1.0)
 
