@@ -323,7 +323,7 @@ async def a_probed_process_names_whom_it_waits_for_and_a_silent_one_says_nothing
     open_gate = await scene.hold(lambda: scene.start(TRAINER, 1))
     scene.order(SCORER, commands.ScoreBatch(step=1, attempt=1, task="old_logprobs", groups=(), number=0, cause=0))
     while await scene.waits_for(SCORER, 1) != TRAINER:
-        pass  # the question is on its way, or waits for the weights store
+        await asyncio.sleep(0)  # the question is on its way, or waits for the weights store
     assert await scene.waits_for(REPLICA, 1) == ""
     open_gate()
     await scene.up(TRAINER, 1)
