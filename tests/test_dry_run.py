@@ -282,8 +282,10 @@ def quiet(prompt, trajectory):
     except ValueError:
         return 0.0
 def at_once(prompt, trajectory):
-    if four is not None:
-        globals().update(four=four.wait(30) and None)
+    barrier = four
+    if barrier is not None:
+        barrier.wait(30)
+        globals().update(four=None)
     return float(threading.current_thread() is not home is not threading.main_thread())
 """
 
