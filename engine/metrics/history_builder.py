@@ -217,7 +217,7 @@ class OpenValues(Struct):
 
 
 class HistoryBuilder:
-    """Takes the place of the scheduler's observers; `metrics`, which had one of them, is told as before."""
+    """Observes the scheduler, and passes on to `metrics` the changes that these observed before."""
 
     def __init__(
         self, scheduler: HasState, metrics: RunMetrics, open: OpenValues | None = None, ended: Intervals | None = None

@@ -102,7 +102,7 @@ class Replicas:
         self._orders, self._rows, self._groups = orders, orders.open["rows"], groups
         self.by_id = {}
         self.starting: FreeSlots | None = None
-        """While groups are started: the slots that are left."""
+        """The slots that are left for the groups that start in this tick; None at other times."""
 
     @property
     def free_slots(self) -> FreeSlots:

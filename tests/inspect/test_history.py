@@ -122,7 +122,7 @@ class Rerun:
     def __init__(self, record: Record, run_dir: Path, every: int) -> None:
         self.run_dir, self.every = run_dir, every
         self.alone = MemoryRecorder(record.header)
-        """The record without snapshots and without a log beside it."""
+        """The same record, but with neither snapshots nor a log."""
         self._begin(build_scheduler(record.header), HistoryLog(run_dir), record.header)
 
     def _begin(self, scheduler: Scheduler, log: HistoryLog, end: Header | RecordEnd, events: int = 0) -> None:

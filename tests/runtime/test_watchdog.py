@@ -99,13 +99,16 @@ def test_a_process_that_is_not_up_is_named_and_not_asked() -> None:
     assert watched.after(60.0)[0].chain == ("scorer 0", "trainer") and watched.asked == ["scorer 0"]
 
 
-def test_a_process_that_ends_while_it_is_asked_is_not_reported() -> None:
-    watched = Watched({"scorer 0": NEVER})
+@pytest.mark.parametrize(("kind", "id"), [("scorer", "scorer 0"), ("trainer", "trainer")])
+def test_a_process_that_ends_while_it_is_asked_is_not_reported(kind: str, id: str) -> None:
+    """Otherwise its next life would be stopped for the silence of this one."""
+    watched = Watched({"scorer 0": "trainer", "trainer": NEVER, id: NEVER})
 
     def die() -> None:
-        watched.deliver(ProcessLost(kind="scorer", index=0, incarnation=1, reason="killed"))
-        watched.deliver(ProcessUp(kind="scorer", index=0, incarnation=2))
-        watched.while_asked = lambda: None
+        if watched.asked[-1] == id:
+            watched.deliver(ProcessLost(kind=kind, index=0, incarnation=1, reason="killed"))
+            watched.deliver(ProcessUp(kind=kind, index=0, incarnation=2))
+            watched.while_asked = lambda: None
 
     watched.while_asked = die
     assert watched.after(99.0) == []

@@ -1,4 +1,4 @@
-"""What a worker reports beside its answers comes no more often than it must, and together."""
+"""A worker reports progress, calls, cache and acknowledgments together, and only as often as it must."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
