@@ -12,7 +12,7 @@ from engine.commands import PauseReplica, StartProcess
 from engine.events import Event, OrderOverdue, ProcessWaits, RunResumed, SchedulerRecovered, SettingChanged
 from engine.scheduling.scheduler import GROUP_EVENTS
 from engine.states.order_times import can_work, could_work, limit_of
-from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, TOTAL, Order, works_in_order
+from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, SLACK_S, TOTAL, Order, works_in_order
 from engine.states.state import State
 from engine.states.timeouts import AUTO
 
@@ -26,8 +26,6 @@ SHORTEST_S, LONGEST_S = 0.05, 30.0
 """The shortest and the longest time that a look may be late."""
 MOST_LOOKED_AT = 10_000
 """Maximum number of orders that are looked at in a second, unless orders would be found too late."""
-SLACK_S = 0.001
-"""An order this close to its limit has reached it: sums of times are no more exact than that."""
 NEVER = float("inf")
 
 
@@ -90,7 +88,7 @@ class OrderTimes:
 
     def note(self, events: Sequence[Event], now: float) -> None:
         """The scheduler has handled events."""
-        self._awake_at = now
+        self._wake(now)
         matched = self._state.orders.matched
         for event in events:
             for order in matched.get(event.id, ()):
@@ -215,10 +213,7 @@ class OrderTimes:
         """The orders that have exceeded their limits and were not reported; each has its full time again. Sets the time
         of the next look. If this one is late by more than an interval, the process of the run stood still. That time
         does not count, and nobody is blamed before the answers that came meanwhile are known."""
-        late, awake_at, self._awake_at = now > self.look_at + self.every_s, self._awake_at, now
-        if late:
-            self._stood_still_s += max(0.0, now - awake_at - self.every_s)
-        self._was_late = late and not self._was_late
+        self._was_late = self._wake(now) and not self._was_late
         if self._was_late:
             self.look_at = now + self.every_s
             return []
@@ -251,6 +246,14 @@ class OrderTimes:
             elif limit_s is not None:
                 setting = f"timeouts.{kind}_s{': auto' if timeouts.given(kind) == AUTO else ''}"
                 yield OverdueOrder(order, took_s, limit_s, setting)
+
+    def _wake(self, now: float) -> bool:
+        """Leave out the time in which the process of the run stood still. Returns whether it did: a look is late."""
+        late = now > self.look_at + self.every_s
+        if late:
+            self._stood_still_s += max(0.0, now - self._awake_at - self.every_s)
+        self._awake_at = now
+        return late
 
     def _look_within(self, seconds: float, now: float) -> None:
         self.look_at = min(self.look_at, now + seconds)

@@ -822,14 +822,18 @@ def test_a_trainer_that_hangs_after_a_resume_is_stopped() -> None:
     assert stop.kind == "trainer" and "in DeleteCheckpoint (steps 1)" in stop.reason
 
 
-def test_a_scheduler_that_is_new_or_stood_still_blames_nobody() -> None:
+@pytest.mark.parametrize("hears_first", [False, True])
+def test_a_scheduler_that_is_new_or_stood_still_blames_nobody(hears_first: bool) -> None:
+    """`hears_first`: an answer that waited is handled before the watchdog wakes up."""
     run = small(every(None, group_s=100.0))
     run.tell(SchedulerRecovered(), at=95.0)
     assert not cut_or_stopped(wait(run, 175.0))
     run.clock = 1000.0
+    if hears_first:
+        run.tell(run.generated(3), at=run.clock)
     assert not cut_or_stopped(run.look()), "answers that came while its own process stood still wait"
     assert time_taken_by(run, "group", 0) <= 100.0, "of 825 s, no more than an interval counts"
-    assert cut_or_stopped(wait(run, 1100.0)) == ["ParkGroup"] * 4
+    assert set(cut_or_stopped(wait(run, 1090.0))) == {"ParkGroup"}
 
 
 def test_a_process_of_the_run_that_is_often_late_still_finds_what_hangs() -> None:
