@@ -18,8 +18,6 @@ from engine.states.timeouts import AUTO
 
 TEACH_NOTHING = FAILURES | {ProcessWaits, OrderOverdue}
 """Events that say nothing about how long work takes."""
-GIVE_FULL_TIME = (SchedulerRecovered, RunResumed, SettingChanged)
-"""After these, every order has its full time."""
 LOOKS_IN_LIMIT = 20
 """An order may be found late by its limit, divided by this."""
 SHORTEST_S, LONGEST_S = 0.05, 30.0
@@ -59,8 +57,6 @@ class OrderTimes:
         """The longest time to an answer or to progress that was seen, by kind."""
         self.look_at = NEVER
         """When to look for overdue orders."""
-        self.every_s = LONGEST_S
-        """Seconds that a look may be late: longer, and the process of the run stood still."""
         self._state = state
         self._awake_at = now
         """When this was called last."""
@@ -103,7 +99,7 @@ class OrderTimes:
                 self._waiting_pauses.discard(number)
                 if pause is not None:
                     self.mark(pause, now)
-        if isinstance(events[-1], GIVE_FULL_TIME):  # such an event is a tick of its own
+        if _gives_full_time(events[-1]):  # such an event is a tick of its own
             self._use_limits()
             self.give_full_time(now)
 
@@ -128,9 +124,11 @@ class OrderTimes:
 
     def _learn(self, kind: str, took_s: float, now: float) -> None:
         if took_s > self.longest.get(kind, -1.0):
+            limit_s = self.limit_s(kind)
             self.longest[kind] = took_s
             self._use_limits()
-            self._look_within(self.every_s, now)  # the first answer shortens the limit of orders that are open
+            if self.limit_s(kind) != limit_s:  # the first answer shortens the limit of orders that are open
+                self._look_within(self.every_s, now)
 
     def _new_orders(self) -> list[Order]:
         orders = self._state.orders
@@ -217,14 +215,13 @@ class OrderTimes:
         if self._was_late:
             self.look_at = now + self.every_s
             return []
-        found, left_s, least_s = list[OverdueOrder](), NEVER, NEVER
+        found, left_s = list[OverdueOrder](), NEVER
         for one in self._timed(now):
-            least_s, left = min(least_s, one.limit_s), one.limit_s - one.took_s
+            left = one.limit_s - one.took_s
             if left <= SLACK_S:
                 found.append(one)
                 left = one.limit_s
             left_s = min(left_s, left)
-        self.every_s = min(LONGEST_S, max(SHORTEST_S, least_s / LOOKS_IN_LIMIT))
         pause_s = min(self.every_s, len(self._state.orders) / MOST_LOOKED_AT)
         self.look_at = now + max(pause_s, SHORTEST_S, left_s)
         self._marks = {number: mark for number, mark in self._marks.items() if number in self._state.orders.by_number}
@@ -247,9 +244,17 @@ class OrderTimes:
                 setting = f"timeouts.{kind}_s{': auto' if timeouts.given(kind) == AUTO else ''}"
                 yield OverdueOrder(order, took_s, limit_s, setting)
 
+    @property
+    def every_s(self) -> float:
+        """Seconds that a look may be late: longer, and the process of the run stood still."""
+        limits = (
+            self._least[subject] for subject, open in self._state.orders.open.items() if open and subject in self._least
+        )
+        return min(LONGEST_S, max(SHORTEST_S, min(limits, default=NEVER) / LOOKS_IN_LIMIT))
+
     def _wake(self, now: float) -> bool:
         """Leave out the time in which the process of the run stood still. Returns whether it did: a look is late."""
-        late = now > self.look_at + self.every_s
+        late = now > self.look_at and now > self.look_at + self.every_s
         if late:
             self._stood_still_s += max(0.0, now - self._awake_at - self.every_s)
         self._awake_at = now
@@ -257,3 +262,10 @@ class OrderTimes:
 
     def _look_within(self, seconds: float, now: float) -> None:
         self.look_at = min(self.look_at, now + seconds)
+
+
+def _gives_full_time(event: Event) -> bool:
+    """Whether every order has its full time after an event."""
+    if isinstance(event, SettingChanged):
+        return event.setting.startswith("timeouts.")
+    return isinstance(event, SchedulerRecovered | RunResumed)

@@ -6,6 +6,7 @@ import pytest
 
 from engine.commands import Command, ScoreBatch, StopProcess
 from engine.events import BatchScored, OrderOverdue, ProcessLost, SettingChanged
+from engine.runtime.order_times import OverdueOrder
 from engine.states.limits import Pool
 from engine.states.order_times import limit_of
 from engine.states.timeouts import Timeouts
@@ -129,11 +130,10 @@ def test_an_order_waits_for_a_process_that_is_being_replaced() -> None:
 
 def test_a_report_after_the_overdue_order_has_ended_has_no_effect() -> None:
     run = late_scorer()
-    (order,) = run.state.orders.open["score"]
+    (order,) = run.state.orders.open["score"].values()
     run.waits = {"scorer 0": "trainer"}
-    (late,) = run.times.overdue(run.clock)
-    report = run.overdue(late)
-    run.tell(BatchScored(step=0, task=order[1], attempt=1))
+    report = run.overdue(OverdueOrder(order, took_s=50.0, limit_s=50.0, setting="timeouts.score_s"))
+    run.tell(BatchScored(step=0, task=order.id[1], attempt=1))
     run.tell(report)
     assert not stopped(run)
 

@@ -833,7 +833,25 @@ def test_a_scheduler_that_is_new_or_stood_still_blames_nobody(hears_first: bool)
         run.tell(run.generated(3), at=run.clock)
     assert not cut_or_stopped(run.look()), "answers that came while its own process stood still wait"
     assert time_taken_by(run, "group", 0) <= 100.0, "of 825 s, no more than an interval counts"
-    assert set(cut_or_stopped(wait(run, 1090.0))) == {"ParkGroup"}
+    assert set(cut_or_stopped(wait(run, 1100.0))) == {"ParkGroup"}
+
+
+def test_a_standstill_before_the_first_look_blames_nobody() -> None:
+    run = small(every(None, group_s=20.0))
+    run.clock += 25.0
+    assert not cut_or_stopped(run.look()) and time_taken_by(run, "group", 0) <= 2.0
+
+
+def test_a_standstill_after_a_look_at_orders_with_longer_limits_blames_nobody() -> None:
+    run = small(every(None, group_s=20.0, train_s=HOUR))
+    trains(run)
+    run.finish(*run.running())
+    wait(run, run.clock + HOUR - 60.0)
+    run.train()
+    run.publish()
+    run.install()
+    run.clock += 25.0
+    assert run.running() and not cut_or_stopped(run.look())
 
 
 def test_a_process_of_the_run_that_is_often_late_still_finds_what_hangs() -> None:
@@ -867,6 +885,15 @@ def test_limits_may_be_set_and_lifted_at_any_time() -> None:
     assert run.times.look_at == NEVER
     run.tell(SettingChanged(setting="timeouts.train_s", value="30"))
     assert cut_or_stopped(wait(run, run.clock + 31.5)) == ["StopProcess"]
+
+
+def test_a_change_of_another_setting_gives_no_order_more_time() -> None:
+    """Otherwise a program that changes one every minute would keep every hang from being found."""
+    run = small(every(None, group_s=100.0))
+    for _ in range(3):
+        assert not cut_or_stopped(wait(run, run.clock + 30.0))
+        run.tell(SettingChanged(setting="rollout.give_up_s", value="9"))
+    assert set(cut_or_stopped(wait(run, run.clock + 15.0))) == {"ParkGroup"}
 
 
 @pytest.mark.parametrize(
