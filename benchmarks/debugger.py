@@ -55,7 +55,7 @@ def main(directory: Path, events: int) -> None:
     print(f"open: {time.process_time() - began:.2f} s; {ticks} ticks")
     print("any tick, before it is indexed:", seconds(lambda: cursor.seek(dice.randrange(ticks)), 12))
     twin = cursor.twin()
-    unknown = [block for block in range(last) if block not in cursor.blocks.facts]
+    unknown = [block for block in range(last) if block not in cursor.blocks.contents]
     print("the background, once:", seconds(lambda: [twin.scan(block) for block in unknown]))
     sizes = [len(data) for data in cursor.blocks.snapshots.values()]
     print(f"snapshots in memory: {len(sizes)} of {sum(sizes) / 1e6:.0f} MB")

@@ -1,6 +1,6 @@
 """What the engine does on one GPU, in a few minutes: gradients, speed, memory, moves to the host, transfers.
 
-    python benchmarks/gpu_smoke.py [--budget 360] [--parts facts,gradients] [--device auto] [--out FILE]
+    python benchmarks/gpu_smoke.py [--budget 360] [--parts machine,gradients] [--device auto] [--out FILE]
 
 It needs no network: models are made on the spot, with random weights in the shapes of Qwen2.5-0.5B, Qwen3-0.6B and
 Qwen3-4B. Only the parts `vllm` and `vllm-run` need vLLM and Ray. Each part runs in a separate process and prints one
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "facts": Part("machine.facts", 90),
+    "machine": Part("machine.describe", 90),
     "gradients": Part("training.gradients", 90),
     "speed-0.6b": Part("training.speed_of_the_small_model", 90),
     "speed-4b": Part("training.speed_of_the_large_model", 150),

@@ -89,14 +89,14 @@ class Echo:
                     self.answers.append(
                         GroupAborted(
                             group=command.group, attempt=command.attempt, replica=command.replica,
-                            incarnation=command.incarnation, tokens=0, oldest_version=-1, newest_version=-1,
+                            life=command.life, tokens=0, oldest_version=-1, newest_version=-1,
                             unfinished=0,
                         )
                     )  # fmt: skip
                 case StartProcess():
                     self.answers.append(
                         ProcessUp(
-                            kind=command.kind, index=command.index, incarnation=command.incarnation, slots=self.slots
+                            kind=command.kind, index=command.index, life=command.life, slots=self.slots
                         )
                     )  # fmt: skip
                 case DrawPrompts():
@@ -116,7 +116,7 @@ class Echo:
 
 
 def _address(command: StageWeights | PauseReplica | InstallWeights) -> dict[str, int]:
-    return {"replica": command.replica, "incarnation": command.incarnation, "attempt": command.attempt}
+    return {"replica": command.replica, "life": command.life, "attempt": command.attempt}
 
 
 class Steady:
@@ -152,7 +152,7 @@ def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None
                 continue
             events.append(
                 GroupGenerated(
-                    group=start.group, attempt=start.attempt, replica=start.replica, incarnation=start.incarnation,
+                    group=start.group, attempt=start.attempt, replica=start.replica, life=start.life,
                     tokens=900 if start.replica % SLOW_EVERY else 300, oldest_version=version, newest_version=version,
                     trainable=8, reward_mean=0.5, reward_spread=1.0,
                 )

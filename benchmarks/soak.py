@@ -55,11 +55,11 @@ class Endless(Echo):
             elif isinstance(command, DeleteCheckpoint | DiscardGroups | RetireWeights):
                 self.answers.append(OrderDone(orders=(command.number,)))
             elif isinstance(command, StopProcess):
-                self.lose(command.index, command.incarnation)
+                self.lose(command.index, command.life)
 
-    def lose(self, replica: int, incarnation: int) -> None:
+    def lose(self, replica: int, life: int) -> None:
         """Let a replica die. It restarts with the initial weights."""
-        self.answers.append(ProcessLost(kind="replica", index=replica, incarnation=incarnation, reason="soak"))
+        self.answers.append(ProcessLost(kind="replica", index=replica, life=life, reason="soak"))
 
 
 class Virtual:
@@ -92,7 +92,7 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
             clock.seconds += STEP_S
             if step % 100 == 50:
                 replica = scheduler.state.replicas.by_id[step // 100 % REPLICAS]
-                echo.lose(replica.id, replica.incarnation)
+                echo.lose(replica.id, replica.life)
             if (step + 1) % (steps // SAMPLES) == 0:
                 gc.collect()
                 taken.append((clock.seconds / 3600, tracemalloc.get_traced_memory()[0], resident(os.getpid())))
@@ -115,7 +115,7 @@ def turn(driver: Driver, echo: Endless, scheduler: Scheduler) -> None:
         return
     start = echo.running.popleft()
     address: dict[str, Any] = {
-        "group": start.group, "attempt": start.attempt, "replica": start.replica, "incarnation": start.incarnation,
+        "group": start.group, "attempt": start.attempt, "replica": start.replica, "life": start.life,
     }  # fmt: skip
     if start.group % 97 == 0 and start.attempt == 1:
         driver.deliver(GroupFailed(**address, cause="infrastructure", reason="soak"))

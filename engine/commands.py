@@ -2,7 +2,7 @@
 
 `Scheduler.tick` returns them, the driver records them with the events that caused them, and an executor carries them
 out. `→` names the events that answer an order; `states/orders.py` has the whole table. Executors must tolerate a
-repeated command: its attempt, incarnation or number shows that it is not a new one.
+repeated command: its attempt, life or number shows that it is not a new one.
 
 A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
 end, with a default.
@@ -10,7 +10,7 @@ end, with a default.
 
 from msgspec import Struct
 
-from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, LifeNumber, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
 class Command(Struct, frozen=True, kw_only=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class GroupCommand(Command, frozen=True, kw_only=True):
     group: GroupId
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
 
 
 class DrawPrompts(Command, frozen=True, kw_only=True, tag=1):
@@ -86,7 +86,7 @@ class StageWeights(Command, frozen=True, kw_only=True, tag=7):
     """
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     attempt: int
     version: Version
 
@@ -98,7 +98,7 @@ class PauseReplica(Command, frozen=True, kw_only=True, tag=8):
     `sleep` aborts them and frees memory for the next task of the pool."""
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     attempt: int
     version: Version
     mode: str
@@ -108,7 +108,7 @@ class InstallWeights(Command, frozen=True, kw_only=True, tag=9):
     """Replace the weights of a paused replica with the staged version → `WeightsInstalled` or `SyncFailed`."""
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     attempt: int
     version: Version
 
@@ -117,7 +117,7 @@ class ResumeReplica(Command, frozen=True, kw_only=True, tag=10):
     """Sample again after a pause → `OrderDone`."""
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     attempt: int
     number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
@@ -128,7 +128,7 @@ class StopProcess(Command, frozen=True, kw_only=True, tag=11):
 
     kind: str
     index: int
-    incarnation: Incarnation
+    life: LifeNumber
     reason: str
     hung: bool = False
     """The process exceeded a time limit: write the stacks of its threads first."""
@@ -234,7 +234,7 @@ class MeasureRows(Command, frozen=True, kw_only=True, tag=30):
     chunk: int
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     version: Version
     first: int
     count: int
@@ -247,7 +247,7 @@ class StopMeasuring(Command, frozen=True, kw_only=True, tag=31):
 
     validation: ValidationId
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
@@ -283,11 +283,11 @@ class ParkGroup(GroupCommand, frozen=True, kw_only=True, tag=33):
 
 
 class StartProcess(Command, frozen=True, kw_only=True, tag=34):
-    """Start a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and incarnation."""
+    """Start a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and life."""
 
     kind: str
     index: int
-    incarnation: Incarnation
+    life: LifeNumber
     steps: StepId = 0
     """Trainer only: train steps in the weights that it begins with."""
     version: Version = NO_VERSION

@@ -1,8 +1,8 @@
-"""Events: every fact that the scheduler can learn. Frozen, named in the past tense.
+"""Events: everything that the scheduler is told. Frozen, named in the past tense.
 
 Executors, simulated worlds and replays create them. The driver stamps each one once, with its position in the record
 and the time, and passes it to `Scheduler.tick`. An event never says what should follow. Events about a replica carry
-its incarnation, and events about a group its attempt, so the scheduler can ignore reports about work that has ended.
+its life, and events about a group its attempt, so the scheduler can ignore reports about work that has ended.
 
 A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
 end, with a default.
@@ -11,7 +11,7 @@ end, with a default.
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, LifeNumber, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
 class Event(Struct, frozen=True, kw_only=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class GroupEvent(Event, frozen=True, kw_only=True):
     group: GroupId
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
 
 
 class ProcessEvent(Event, frozen=True, kw_only=True):
@@ -44,14 +44,14 @@ class ProcessEvent(Event, frozen=True, kw_only=True):
 
     kind: str
     index: int
-    incarnation: Incarnation
+    life: LifeNumber
 
 
 class SyncEvent(Event, frozen=True, kw_only=True):
     """Base of answers to an order of a sync. `attempt` is that of the `StageWeights` order."""
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     attempt: int
 
 
@@ -249,7 +249,7 @@ class RowsMeasured(Event, frozen=True, kw_only=True, tag=30):
     chunk: int
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     version: Version
     measured: int
     """Number of rows that got a reward. The others failed and count as wrong."""
@@ -279,7 +279,7 @@ class RowsFailed(Event, frozen=True, kw_only=True, tag=31):
     chunk: int
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     reason: str
 
 
@@ -366,7 +366,7 @@ class ReplicaLeaves(Event, frozen=True, kw_only=True, tag=36):
     """A replica will be taken away, for example a spot instance. Its groups continue on other replicas."""
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     reason: str
 
 

@@ -20,7 +20,7 @@ NO_VERSION: Version = -1
 ReplicaId: TypeAlias = int
 """One rollout engine instance."""
 
-Incarnation: TypeAlias = int
+LifeNumber: TypeAlias = int
 """Number of starts of a process, counted from 1. Assigned by the scheduler and never reused."""
 
 EventId: TypeAlias = int

@@ -35,8 +35,8 @@ from engine.protocols import (
 from engine.simulation.proof import Seen, prove
 from engine.states.limits import PUBLISHING, QUEUED, SCORING, Limits
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.workers.added_states import check_inspected, check_prepared, check_worked
 from engine.workers.group_reports import Versions, check_generated
-from engine.workers.stage import check_inspected, check_prepared, check_worked
 
 __all__ = ["GeneratorContract", "PolicyContract", "StateContract", "TrainerContract"]
 

@@ -1,4 +1,4 @@
-"""Where a vLLM engine's requests stop until a test lets them continue, so that "in the middle" is a fact and no race.
+"""Where a vLLM engine's requests stop until a test lets them continue, so that "in the middle" is certain and no race.
 
 `Gate` is the test's side, `Counted` what tells it how far a backend has come; `held_scheduler.py` is vLLM's side. The
 file between them is mapped by both.

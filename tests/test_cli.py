@@ -492,7 +492,7 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch) -> None:
         def updates(self) -> Iterator[Status]:
             self.world.until(lambda state: state.groups.ledger.running > 0)
             for replica in (0, 1):
-                self.world.tell(ProcessLost(kind="replica", index=replica, incarnation=1, final=True, reason="burnt"))
+                self.world.tell(ProcessLost(kind="replica", index=replica, life=1, final=True, reason="burnt"))
             self.world.to_the_end()
             yield read_status(self.world.metrics)
 

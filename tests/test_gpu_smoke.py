@@ -29,12 +29,12 @@ gpu_smoke = loaded()
 
 def test_the_program_measures_and_names_what_it_skips(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    asked = ["--device", "cpu", "--parts", "facts,attention", "--out", str(out)]
+    asked = ["--device", "cpu", "--parts", "machine,attention", "--out", str(out)]
     done = subprocess.run([sys.executable, str(PROGRAM), *asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert out.read_text() == done.stdout
-    facts, attention = map(json.loads, done.stdout.splitlines())
-    assert facts["part"] == "facts" and facts["device"] == "cpu" and facts["torch"]
+    machine, attention = map(json.loads, done.stdout.splitlines())
+    assert machine["part"] == "machine" and machine["device"] == "cpu" and machine["torch"]
     assert attention == {"part": "attention", "skipped": "no GPU"}
 
 
@@ -66,9 +66,9 @@ def test_a_part_that_dies_or_hangs_keeps_its_figures_and_says_how_it_ended(tmp_p
 
 
 def test_a_budget_that_is_used_up_skips_parts_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_smoke.run_all(["facts", "repeat"], "cpu", 0.0, None)
+    assert gpu_smoke.run_all(["machine", "repeat"], "cpu", 0.0, None)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [{"part": name, "skipped": "the budget of 0 s is used up"} for name in ("facts", "repeat")]
+    assert lines == [{"part": name, "skipped": "the budget of 0 s is used up"} for name in ("machine", "repeat")]
 
 
 def test_every_part_exists() -> None:

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduling": POLICIES,
     # the record
     "record": SCHEDULING,
-    # orders in, facts out, around a user's Generator and Trainer; and what they keep
+    # orders in, events out, around a user's Generator and Trainer; and what they keep
     "storage": {*EVENTS, "protocols", "record"},
     "workers": {*POLICIES, "protocols", "storage", "record"},
     # a run seen and controlled from outside

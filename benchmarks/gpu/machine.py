@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
-def facts(bench: Bench) -> Iterator[Figures]:
+def describe(bench: Bench) -> Iterator[Figures]:
     yield {
         "device": bench.device.type, "python": platform.python_version(), "torch": torch.__version__,
         "transformers": version("transformers"), "kernel": platform.release(),

@@ -25,7 +25,7 @@ from engine.actors.failures import failure_reason
 from engine.actors.placement import free_places
 from engine.control.proxies import exempt_own_servers
 from engine.errors import visible
-from engine.ids import Incarnation
+from engine.ids import LifeNumber
 from engine.protocols.user_code import CALLS
 from engine.record.files import UMASK, make_directory, make_run_private, private_opener, write_private
 from engine.runtime.stacks import register_stacks, stacks_file
@@ -168,11 +168,11 @@ LAUNCH = "launch.txt"
 """File in the run's directory with the prefix of the newest launch's actor names, and the directory's inode."""
 
 
-def detached_options(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
+def detached_options(packed: PackedPlan, source: str, life: LifeNumber = 1) -> dict[str, Any]:
     """Ray options of an actor that survives its parent under a name; none if the run has no record."""
     if not packed.detached:
         return {}
-    name = f"{packed.launch}/{source}/{incarnation}"
+    name = f"{packed.launch}/{source}/{life}"
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
 
 
@@ -180,20 +180,20 @@ def detached_options(packed: PackedPlan, source: str, incarnation: Incarnation =
 class RunningActors:
     """The actors of a launch that a restarted scheduler finds."""
 
-    actors: Mapping[tuple[str, Incarnation], Any]
+    actors: Mapping[tuple[str, LifeNumber], Any]
     epoch: int
     """The epoch of that scheduler; they refuse orders of lower ones."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Why an actor could not be taken over, by its source."""
 
-    def newest(self, source: str) -> tuple[Incarnation, Any] | None:
-        """The newest incarnation of an actor, if it exists."""
+    def newest(self, source: str) -> tuple[LifeNumber, Any] | None:
+        """The newest life of an actor, if it exists."""
         lives = [life for name, life in self.actors if name == source]
         return (max(lives), self.actors[source, max(lives)]) if lives else None
 
 
-def find_actors(launch: str) -> dict[tuple[str, Incarnation], Any]:
-    """Find the actors of a launch, by source and incarnation. Blocks."""
+def find_actors(launch: str) -> dict[tuple[str, LifeNumber], Any]:
+    """Find the actors of a launch, by source and life. Blocks."""
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"].split("/")

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from engine.actors.detached_actors import RunningActors, find_actors
 from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
-from engine.ids import Incarnation
+from engine.ids import LifeNumber
 from engine.metrics.collector import RunMetrics
 from engine.metrics.history_log import HistoryLog
 from engine.metrics.journal import keep_rows, validation_rows
@@ -84,7 +84,7 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     """Whether the record contains what a row of the metrics reports. Otherwise the row will be written again."""
     if "validation" in row:
         validations = state.validations
-        return bool(row["validation"] < validations.created and row["validation"] not in validations.runs)
+        return bool(row["validation"] < validations.created and row["validation"] not in validations.live)
     return bool(row["step"] < state.training.steps_trained and row["step"] not in state.training.steps)
 
 
@@ -101,7 +101,7 @@ async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) 
     state = recovery.recovered.scheduler.state
     processes = [*state.processes.values(), *(replica.process for replica in state.replicas.by_id.values())]
     listed = {
-        (source_of(one.kind, one.index), one.incarnation): one.state == "up"
+        (source_of(one.kind, one.index), one.life): one.state == "up"
         for one in processes
         if one.state != "gone" and one.kind not in SERVICES
     }
@@ -111,16 +111,16 @@ async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) 
 
 
 async def attach_actors(
-    known: RunningActors, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
+    known: RunningActors, listed: Mapping[tuple[str, LifeNumber], bool], patience_s: float
 ) -> dict[str, str]:
     """Make the listed actors refuse the orders of earlier schedulers. Returns, by source, why an actor does not answer.
 
-    `listed`: whether each incarnation is up. Incarnations that are starting are not awaited, because they may wait for
+    `listed`: whether each life is up. Lives that are starting are not awaited, because they may wait for
     room in the cluster.
     """
     silent: dict[str, str] = {}
 
-    async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:
+    async def attach(life: tuple[str, LifeNumber], is_up: bool) -> None:
         answer = known.actors[life].attach.remote(known.epoch)
         if not is_up:
             return

@@ -2,7 +2,7 @@
 several GPUs.
 
 `launch.start` calls it before it creates actors. The scheduler actor reserves the trainer's group before it creates any
-other process with GPUs. `ray_processes.py` owns the group of each replica incarnation; the actor that is created in one
+other process with GPUs. `ray_processes.py` owns the group of each life of a replica; the actor that is created in one
 waits for it. A group that is not detached ends with the actor that created it.
 """
 
@@ -43,7 +43,7 @@ class ActorPlacement:
 
 
 def place(plan: Plan, replica: ReplicaId, trainer_group: Any, name: str | None = None) -> ActorPlacement:
-    """The place of one replica incarnation. Returns at once; the creation of the actor waits for the GPUs. With `name`,
+    """The place of one life of a replica. Returns at once; the creation of the actor waits for the GPUs. With `name`,
     the placement group is detached, so it survives this process and `found_place` finds it. Replicas that share the
     GPUs of the trainer's ranks are in `trainer_group`."""
     if replica in plan.guests:
@@ -69,7 +69,7 @@ NODE_CPU = 0.001
 def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
     """A placement group with the trainer's GPUs: on this node if it has them, or a bundle on each of the trainer's
     nodes. None if the trainer has one node and no GPUs. Returns at once: `trainer_waits` waits for the GPUs. Every
-    incarnation of the trainer runs in the group, so nothing else can take its GPUs. `detached`: the group survives this
+    life of the trainer runs in the group, so nothing else can take its GPUs. `detached`: the group survives this
     process, and `found_place` finds it by its name."""
     each = trainer_gpus_of_node(plan)
     lifetime = "detached" if detached else None

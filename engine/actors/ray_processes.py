@@ -28,7 +28,7 @@ from engine.actors.placement import (
 )
 from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
-from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
+from engine.ids import NO_VERSION, GroupId, LifeNumber, StepId, Version
 from engine.protocols.user_code import calls_in
 from engine.runtime.process_port import SERVICES, Found, Key, Life, ProcessEnd, SentOrder, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
@@ -58,7 +58,7 @@ class RayProcess(Life):
     def __init__(
         self,
         key: Key,
-        incarnation: Incarnation,
+        life: LifeNumber,
         actor: Any,
         pulse: Pulse,
         plan: Plan,
@@ -67,7 +67,7 @@ class RayProcess(Life):
         create: Callable[[], Any] | None = None,
     ) -> None:
         """`create`: creates the actor again; None if an earlier scheduler process created it."""
-        super().__init__(*key, incarnation)
+        super().__init__(*key, life)
         self.actor = actor
         self._create = create
         """None once the actor has run."""
@@ -190,16 +190,16 @@ class RayProcesses:
         self._kept = {TRAJECTORY_STORE: trajectories, WEIGHTS_STORE: weights, GATEWAY: gateway}
         self._epoch = epoch
         self._pulse = Pulse.of(plan)
-        self._reporting: dict[tuple[str, Incarnation], RayProcess] = {}
-        """Incarnations by source."""
+        self._reporting: dict[tuple[str, LifeNumber], RayProcess] = {}
+        """Lives by source."""
         self._patient = Pulse(plan.liveness.heartbeat_s, plan.liveness.missed_beats * STORE_PATIENCE)
         self.goodbye_s = CLOSE_TIMEOUT_S
         self.look_again_s = self._pulse.every_s or None
 
-    def make(self, kind: str, index: int, incarnation: Incarnation) -> RayProcess:
+    def make(self, kind: str, index: int, life: LifeNumber) -> RayProcess:
         source, placed = source_of(kind, index), ActorPlacement({})
         if kind == REPLICA:
-            name = self._name(source, incarnation) if self._packed.detached else None
+            name = self._name(source, life) if self._packed.detached else None
             placed = place(self._plan, index, self._trainer_group, name)
         options: dict[str, Any] = {
             REPLICA: {"max_concurrency": 100_000, **placed.options},
@@ -207,25 +207,23 @@ class RayProcesses:
             SCORER: {"num_gpus": self._plan.gpus.scorer_gpus},
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]
-        named = detached_options(self._packed, source, incarnation)
+        named = detached_options(self._packed, source, life)
         made = ray.remote(ACTORS[kind]).options(num_cpus=0, enable_task_events=False, **options, **named)
 
         def create() -> Any:
-            return made.remote(self._packed, index, incarnation, *self._given, self._kept[GATEWAY])
+            return made.remote(self._packed, index, life, *self._given, self._kept[GATEWAY])
 
         try:
             actor = create()
         except BaseException:
             placed.free()
             raise
-        process = self._reporting[source, incarnation] = self._process(
-            (kind, index), incarnation, actor, placed, create
-        )
+        process = self._reporting[source, life] = self._process((kind, index), life, actor, placed, create)
         return process
 
-    def reporting(self, source: str, incarnation: Incarnation) -> RayProcess | None:
-        """The incarnation that sends a report; None if it is unknown to this scheduler."""
-        return self._reporting.get((source, incarnation))
+    def reporting(self, source: str, life: LifeNumber) -> RayProcess | None:
+        """The life that sends a report; None if it is unknown to this scheduler."""
+        return self._reporting.get((source, life))
 
     def last(self, kind: str, index: int) -> bool:
         return False
@@ -258,26 +256,26 @@ class RayProcesses:
         """The processes that a restarted scheduler has taken over, with their placement groups."""
         several = self._plan.gpus.replica_gpus > 1
         known = {}
-        for (source, incarnation), actor in living.actors.items():
-            placed = found_place(self._name(source, incarnation)) if several else None
-            known[source, incarnation] = self._process(key_of(source), incarnation, actor, placed)
+        for (source, life), actor in living.actors.items():
+            placed = found_place(self._name(source, life)) if several else None
+            known[source, life] = self._process(key_of(source), life, actor, placed)
         self._reporting.update(known)
         return Found(processes=known, silent=living.silent)
 
     def _process(
         self,
         key: Key,
-        incarnation: Incarnation,
+        life: LifeNumber,
         actor: Any,
         placed: ActorPlacement | None = None,
         create: Callable[[], Any] | None = None,
     ) -> RayProcess:
         pulse = self._patient if key[0] in SERVICES else self._pulse
-        return RayProcess(key, incarnation, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}), create)
+        return RayProcess(key, life, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}), create)
 
-    def _name(self, source: str, incarnation: Incarnation) -> str:
-        """The name of an incarnation's actor and placement group."""
-        return f"{self._packed.launch}/{source}/{incarnation}"
+    def _name(self, source: str, life: LifeNumber) -> str:
+        """The name of a life's actor and placement group."""
+        return f"{self._packed.launch}/{source}/{life}"
 
 
 class RayStores:

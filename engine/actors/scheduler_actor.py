@@ -44,7 +44,7 @@ from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Batch, Figures, Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
-from engine.ids import Incarnation, StepId
+from engine.ids import LifeNumber, StepId
 from engine.metrics.status import Status, read_status
 from engine.record.codec import unpack_events
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
@@ -348,17 +348,15 @@ class SchedulerActor:
         sender."""
         if self._restarted:
             await self._ensure_recovered()
-        source, incarnation, sequence, events, figures = batch
-        return await self._inbox.answer(
-            source, incarnation, sequence, lambda: self._handle(source, incarnation, events, figures)
-        )
+        source, life, sequence, events, figures = batch
+        return await self._inbox.answer(source, life, sequence, lambda: self._handle(source, life, events, figures))
 
-    async def _handle(self, source: str, incarnation: Incarnation, events: bytes, figures: Figures) -> list[Message]:
+    async def _handle(self, source: str, life: LifeNumber, events: bytes, figures: Figures) -> list[Message]:
         self._reports += 1
         parts, arrived = self._running(), time.perf_counter()
         for step, said in figures:
             parts.metrics.report(step, said)
-        sender = self._processes.reporting(source, incarnation)
+        sender = self._processes.reporting(source, life)
         await parts.driver.handled(unpack_events(events), (lambda: None) if sender is None else sender.hold)
         orders = [] if sender is None else sender.held()
         self._answered += len(orders)

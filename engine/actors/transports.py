@@ -93,7 +93,7 @@ class SentByTrainer:
 
 class Senders:
     """The trainer's process as the sender of the newest published version. Each engine has a process group of its own,
-    so an engine that dies or hangs delays no other. A replica has at most one group: that of its newest incarnation."""
+    so an engine that dies or hangs delays no other. A replica has at most one group: that of its newest life."""
 
     def __init__(self, wire: WeightsWire) -> None:
         self._wire = wire

@@ -29,7 +29,7 @@ from engine.events import (
     PrefixStored,
     WeightsStaged,
 )
-from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.ids import GroupId, LifeNumber, ReplicaId, StepId, Version
 from engine.record.codec import pack
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
@@ -40,10 +40,10 @@ from engine.runtime.wire import WAIT_S, GatheredCalls, InOrder, Message, unpack_
 from engine.states.process import GATEWAY, TRAINER
 from engine.storage.weights import Trained
 from engine.training.shared_weights import Manifest
+from engine.workers.added_states import StateWorker
 from engine.workers.plan import Plan, Restore, Rollout
 from engine.workers.replica import ReplicaWorker
 from engine.workers.scorer import ScorerWorker
-from engine.workers.stage import StageWorker
 from engine.workers.threads import contained
 from engine.workers.trainer import TrainerWorker
 from engine.workers.worker import Peers, Worker
@@ -84,8 +84,8 @@ async def _await_gateway(call: Any) -> Any:
 
 Figures = list[tuple[StepId, Mapping[str, Any]]]
 """The trainer's metrics of steps."""
-Batch = tuple[str, Incarnation, int, bytes, Figures]
-"""(source, incarnation, sequence, events, figures), as one argument: Ray packs each argument by itself."""
+Batch = tuple[str, LifeNumber, int, bytes, Figures]
+"""(source, life, sequence, events, figures), as one argument: Ray packs each argument by itself."""
 Report = Callable[[int, bytes, Figures], Awaitable[None]]
 """(sequence, events, figures): returns once the events are recorded."""
 
@@ -132,12 +132,12 @@ class Inbox:
     each process, for batches that Ray resends."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, tuple[Incarnation, int, asyncio.Task[list[Message]]]] = {}
+        self._newest: dict[str, tuple[LifeNumber, int, asyncio.Task[list[Message]]]] = {}
 
     async def answer(
         self,
         source: str,
-        incarnation: Incarnation,
+        life: LifeNumber,
         sequence: int,
         handle: Callable[[], Coroutine[Any, Any, list[Message]]],
     ) -> list[Message]:
@@ -145,8 +145,8 @@ class Inbox:
         there was no scheduler, its successor has the same name and counts from 1 again. Handling an event twice changes
         nothing."""
         known = self._newest.get(source)
-        if known is None or known[0] != incarnation or sequence == 1 or sequence > known[1]:
-            known = (incarnation, sequence, asyncio.get_running_loop().create_task(handle()))
+        if known is None or known[0] != life or sequence == 1 or sequence > known[1]:
+            known = (life, sequence, asyncio.get_running_loop().create_task(handle()))
             self._newest[source] = known
         return await asyncio.shield(known[2])
 
@@ -163,7 +163,7 @@ class WorkerActor(HeartbeatActor):
         self,
         plan: PackedPlan,
         index: int,
-        incarnation: Incarnation,
+        life: LifeNumber,
         scheduler: Any,
         trajectories: Any,
         weights: Any,
@@ -173,7 +173,7 @@ class WorkerActor(HeartbeatActor):
         self._plan = self._unpacked(plan)
         end_when_orphaned(plan, scheduler)
         self._source = source_of(self.worker_class.kind, index)
-        self._incarnation = incarnation
+        self._life = life
         self._scheduler = scheduler
         self._gateway = gateway
         self._loading: asyncio.Task[None] | None = None
@@ -188,7 +188,7 @@ class WorkerActor(HeartbeatActor):
             report=outbox.add_figures,
             ask_trainer=self._ask_trainer,
         )
-        self.worker: Worker = self.worker_class(self._plan, index, incarnation, peers)
+        self.worker: Worker = self.worker_class(self._plan, index, life, peers)
 
     def _prepare_gpus(self, plan: PackedPlan) -> None:
         """Before torch is imported."""
@@ -215,7 +215,7 @@ class WorkerActor(HeartbeatActor):
 
     async def _send(self, sequence: int, events: bytes, figures: Figures) -> None:
         """Report a batch of events. The answer has the orders that follow from it, for this process."""
-        batch: Batch = (self._source, self._incarnation, sequence, events, figures)
+        batch: Batch = (self._source, self._life, sequence, events, figures)
         for message in await self._scheduler.report.remote(batch):
             await self.carry_out(*message)
 
@@ -329,7 +329,7 @@ class ScorerActor(WorkerActor):
 
 
 class AddedStatesActor(WorkerActor):
-    worker_class = StageWorker
+    worker_class = StateWorker
 
     async def _load(self, restore: Restore | None) -> None:
         from engine.config import load_extensions_of  # late: only this process needs it

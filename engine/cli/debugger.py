@@ -209,7 +209,7 @@ class Debugger(App[None]):
         self._show_note()
 
     def _show_note(self) -> None:
-        blocks, known = self.cursor.block_of(len(self.cursor) - 1), len(self.cursor.blocks.facts)
+        blocks, known = self.cursor.block_of(len(self.cursor) - 1), len(self.cursor.blocks.contents)
         parts = [self.searching or (f"breakpoint {self.wanted.text}" if self.wanted else "no breakpoint: b sets one")]
         parts += [f"mark at tick {self.mark}"] + ["following the run"] * self.following
         parts += [f"{100 * known // blocks} % indexed"] if known < blocks else []
@@ -338,7 +338,7 @@ class Debugger(App[None]):
         for block in range(cursor.block_of(len(cursor) - 1)):
             if worker.is_cancelled:
                 return
-            if block not in cursor.blocks.facts:
+            if block not in cursor.blocks.contents:
                 try:
                     cursor.scan(block)
                 except EngineError:

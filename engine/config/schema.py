@@ -68,7 +68,7 @@ class Config(Sections):
             keeps_batches=self.trainer.checkpoint_every > 0,
             timeouts=self.timeouts.limits(
                 group=self.reward.longest_s,
-                stage=s.state_timeout_s,
+                state=s.state_timeout_s,
                 sync=max(r.transport_timeout_s, r.install_timeout_s),
             ),
         )

@@ -168,4 +168,4 @@ def _leave_event(operation: Drain, id: ReplicaId, scheduler: Scheduler) -> Repli
             "does not exist" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
         )
         raise ConfigError("--replica", id, law, f"use one of {up}")
-    return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=operation.reason)
+    return ReplicaLeaves(replica=id, life=replica.life, reason=operation.reason)

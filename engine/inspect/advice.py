@@ -56,9 +56,9 @@ class Advice:
     def text(self) -> str:
         raised = isinstance(self.value, int) and self.value > self.before
         verb = "with more GPUs, raise" if self.needs_gpus else "raise" if raised else "set"
-        facts = [f"about {self.faster:.{1 if self.faster >= 1.195 else 2}f} × faster", self.why, self.cost]
+        details = [f"about {self.faster:.{1 if self.faster >= 1.195 else 2}f} × faster", self.why, self.cost]
         change = f"{verb} {self.setting} from {self.before} to {self.value}{self.also}"
-        return f"{change}: {'; '.join(filter(None, facts))}"
+        return f"{change}: {'; '.join(filter(None, details))}"
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,7 +1,7 @@
 """Breakpoints of the debugger: `group=17`, `state=aborted`, `staleness>=2`, `command=StartGroup`.
 
-Called by `cursor` and `engine debug`. Pure. `Facts` say what a tick, or a range of ticks, has to do with; a breakpoint
-that does not hold for the facts of a range holds for none of its ticks.
+Called by `cursor` and `engine debug`. Pure. `TickContents` say what a tick, or a range of ticks, has to do with; a
+breakpoint that does not hold for the contents of a range holds for none of its ticks.
 """
 
 import operator
@@ -18,7 +18,7 @@ from engine.record import Tick
 from engine.states.process import REPLICA
 
 NUMBERS = {"group": "groups", "replica": "replicas", "step": "steps", "version": "versions"}
-"""Subjects that have a number, and their field in `Facts`."""
+"""Subjects that have a number, and their field in `TickContents`."""
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     ">=": operator.ge, "<=": operator.le, "=": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
@@ -27,7 +27,7 @@ EXAMPLES = "group=17, replica=0, step=3, version=2, state=aborted, staleness>=2,
 
 
 @dataclass(slots=True)
-class Facts:
+class TickContents:
     """What a tick, or a range of ticks, has to do with."""
 
     groups: set[int]
@@ -42,10 +42,10 @@ class Facts:
     """States that a record entered."""
 
     @staticmethod
-    def none() -> "Facts":
-        return Facts(*(set() for _ in fields(Facts)))
+    def none() -> "TickContents":
+        return TickContents(*(set() for _ in fields(TickContents)))
 
-    def update(self, other: "Facts") -> None:
+    def update(self, other: "TickContents") -> None:
         for field in fields(self):
             getattr(self, field.name).update(getattr(other, field.name))
 
@@ -75,21 +75,21 @@ class Facts:
 
 @cache
 def _numbers_of(cls: type[Event | Command]) -> tuple[tuple[str, str], ...]:
-    """(field, field of `Facts`) of each field of an event or command that numbers a subject."""
+    """(field, field of `TickContents`) of each field of an event or command that numbers a subject."""
     return tuple((name, target) for name, target in NUMBERS.items() if name in cls.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A condition on the facts of a tick."""
+    """A condition on the contents of a tick."""
 
     text: str
     field: str
     relation: str
     value: int | str
 
-    def holds(self, facts: Facts) -> bool:
-        found = getattr(facts, self.field)
+    def holds(self, contents: TickContents) -> bool:
+        found = getattr(contents, self.field)
         if isinstance(self.value, str) or self.relation == "=":
             return self.value in found
         return any(RELATIONS[self.relation](one, self.value) for one in found)

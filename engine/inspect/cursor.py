@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError, counted
 from engine.ids import EventId, StepId
-from engine.inspect.breakpoints import Breakpoint, Facts, parse_breakpoint
+from engine.inspect.breakpoints import Breakpoint, TickContents, parse_breakpoint
 from engine.inspect.story import few, summarize
 from engine.inspect.tick_index import Progress, TickIndex
 from engine.record import Record, Tick, replay
@@ -55,11 +55,11 @@ class Change:
 
 
 class Blocks:
-    """What is known of ranges of ticks: a snapshot before each, and its facts. Several cursors may share it."""
+    """What is known of ranges of ticks: a snapshot before each, and its contents. Several cursors may share it."""
 
     def __init__(self, block_events: int = BLOCK_EVENTS, most: int = MOST_SNAPSHOTS) -> None:
         self.block_events = block_events
-        self.facts: dict[int, Facts] = {}
+        self.contents: dict[int, TickContents] = {}
         """By number of the block, if all its ticks were replayed."""
         self.snapshots: dict[int, bytes] = {}
         """By number of ticks before it."""
@@ -203,7 +203,7 @@ class Cursor:
         for block in range(self.block_of(tick), last + 1) if forward else range(self.block_of(tick), -1, -1):
             if not going():
                 return None
-            known = self.blocks.facts.get(block)
+            known = self.blocks.contents.get(block)
             if known is None or breakpoint.holds(known):
                 matches = self.scan(block, breakpoint)
                 beyond = [one for one in matches if (one >= tick if forward else one <= tick)]
@@ -212,16 +212,16 @@ class Cursor:
         return None
 
     def scan(self, block: int, breakpoint: Breakpoint | None = None) -> list[int]:
-        """The ticks of a block with a match. Notes the facts of the block. Moves the cursor. Raises: see `seek`."""
+        """The ticks of a block with a match. Notes the contents of the block. Moves the cursor. Raises: see `seek`."""
         ticks = self.ticks_of(block)
         if not ticks:
             return []
-        whole, found = Facts.none(), []
+        whole, found = TickContents.none(), []
 
         def watch(tick: Tick, changes: tuple[Change, ...]) -> None:
             if tick.number < ticks.start:
                 return
-            own = Facts.none()
+            own = TickContents.none()
             own.add(tick, (change.target for change in changes))
             whole.update(own)
             if breakpoint is not None and breakpoint.holds(own):
@@ -230,7 +230,7 @@ class Cursor:
         self._approach(ticks.start)
         self._replay(ticks.stop - 1, watch)
         if ticks.stop < len(self):
-            self.blocks.facts[block] = whole
+            self.blocks.contents[block] = whole
         return found
 
     def block_of(self, tick: int) -> int:

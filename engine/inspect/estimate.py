@@ -471,22 +471,22 @@ class _Model:
     def _validate(self) -> None:
         if not self.validations:
             return
-        run, fleet, limits = self.validations[0], self.fleet, self.limits.validation
-        if run.waiting and limits is not None and len(run.held) < limits.replicas:
+        validation, fleet, limits = self.validations[0], self.fleet, self.limits.validation
+        if validation.waiting and limits is not None and len(validation.held) < limits.replicas:
             headed = [fleet.next[r] if fleet.doing[r] != "ready" else fleet.version[r] for r in range(len(fleet.slots))]
-            fit = [r for r, version in enumerate(headed) if version <= run.version and r not in run.held]
-            fit.sort(key=lambda r: (fleet.version[r] != run.version, headed[r] != run.version, r))
-            run.held += fit[: limits.replicas - len(run.held)]
-        for replica in run.held:
-            while run.waiting and fleet.version[replica] == run.version and fleet.open(replica):
-                run.waiting -= 1
-                run.out += 1
+            fit = [r for r, version in enumerate(headed) if version <= validation.version and r not in validation.held]
+            fit.sort(key=lambda r: (fleet.version[r] != validation.version, headed[r] != validation.version, r))
+            validation.held += fit[: limits.replicas - len(validation.held)]
+        for replica in validation.held:
+            while validation.waiting and fleet.version[replica] == validation.version and fleet.open(replica):
+                validation.waiting -= 1
+                validation.out += 1
                 fleet.used[replica] += 1
                 self._after(self.took.chunk, self._measured, replica)
 
     def _measured(self, replica: int) -> None:
-        run = self.validations[0]
+        validation = self.validations[0]
         self.fleet.used[replica] -= 1
-        run.out -= 1
-        if not run.waiting and not run.out:
+        validation.out -= 1
+        if not validation.waiting and not validation.out:
             del self.validations[0]

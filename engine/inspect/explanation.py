@@ -347,7 +347,7 @@ def _story(chains: _Chains, row: GroupRow) -> str:
         return ""
     replicas = list(dict.fromkeys(attempt.replica for attempt in attempts))
     where = f" on replica{'s' * (len(replicas) > 1)} {_few(replicas)}"
-    facts = [
+    details = [
         f"started at version {attempts[0].version} at {moment(attempts[0].start)}",
         f"{_tokens(row.tokens)} long",
         *_interruptions(attempts),
@@ -357,7 +357,7 @@ def _story(chains: _Chains, row: GroupRow) -> str:
             if wait.state != READY
         ),
     ]
-    return f"{where}, {', '.join(facts)}"
+    return f"{where}, {', '.join(details)}"
 
 
 def _interruptions(attempts: Sequence[GenerationAttempt]) -> list[str]:

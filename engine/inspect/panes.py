@@ -37,7 +37,7 @@ def machine_lines(state: State) -> list[str]:
         "replicas": (replica.condition for replica in state.replicas.by_id.values()),
         "processes": (process.state for process in state.processes.values()),
         "versions": (version.state for version in training.versions.values()),
-        "validations": (f"{run.id}: {run.state}" for run in state.validations.runs.values()),
+        "validations": (f"{validation.id}: {validation.state}" for validation in state.validations.live.values()),
         "pools": (lease.task or "free" for lease in (state.pools.leases if state.limits.pools else ())),
     }
     lines = []

@@ -104,8 +104,8 @@ def _packed(timeline: Timeline) -> tuple[dict[str, Any], str]:
         columns.put("end", place, float(slice.end))
         columns.put("kind", place, slice.kind)
         columns.put("title", place, timeline.title(slice))
-        for name, fact in timeline.details(slice).items():
-            columns.put(name, place, fact)
+        for name, detail in timeline.details(slice).items():
+            columns.put(name, place, detail)
     ends = array("i", [place_of[end] for arrow in timeline.arrows for end in arrow])
     counts = [0] * len(timeline.tracks)
     for slice in slices:
@@ -209,7 +209,7 @@ def _curves(history: History, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
 def _summary(history: History) -> str:
     groups = sum(group.ended_at >= 0 for group in history.groups)
     failed = sum(group.state == "failed" for group in history.groups)
-    facts = {
+    details = {
         "outcome": f"{history.outcome}{': ' if history.reason else ''}{history.reason}",
         "train steps": sum(step.finished_at >= 0 for step in history.trained),
         "groups": f"{groups} ended of {len(history.groups)} drawn"
@@ -222,15 +222,17 @@ def _summary(history: History) -> str:
     }  # fmt: skip
     said = [*history.notes, *(one.text for one in failed_responses(history.validations))]
     notes = "".join(f"<p class=note>{_as_html(note)}</p>" for note in said)
-    return _facts(facts) + notes
+    return _details(details) + notes
 
 
 BOUNDS = {"B": "train_batch_size", "S": "max_staleness_steps", "K": "max_concurrent_groups", "k": "sync_every"}
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
-    items = [f"<div><dt>{_as_html(name)}</dt><dd>{_as_html(str(fact))}</dd></div>" for name, fact in facts.items()]
-    return f"<dl class=facts>{''.join(items)}</dl>"
+def _details(details: Mapping[str, Any]) -> str:
+    items = [
+        f"<div><dt>{_as_html(name)}</dt><dd>{_as_html(str(detail))}</dd></div>" for name, detail in details.items()
+    ]
+    return f"<dl class=details>{''.join(items)}</dl>"
 
 
 def _advice(advice: Sequence[str]) -> str:
@@ -289,10 +291,10 @@ def _samples(samples: Iterable[Mapping[str, Any]]) -> str:
             "advantage",
             "answer",
         )
-        facts = {name.replace("_", " "): row[name] for name in names if row.get(name) not in (None, "")}
+        details = {name.replace("_", " "): row[name] for name in names if row.get(name) not in (None, "")}
         prompt, response = _as_html(str(row.get("prompt", ""))), _as_html(str(row.get("response", "")))
         parts.append(
-            f"<details class=sample><summary>{title}</summary>{_facts(facts)}<h4>Prompt</h4><pre>{prompt}</pre>"
+            f"<details class=sample><summary>{title}</summary>{_details(details)}<h4>Prompt</h4><pre>{prompt}</pre>"
             f"<h4>Response</h4><pre>{response}</pre></details>"
         )
     return "".join(parts) or "<p>This run has no samples of these steps.</p>"
@@ -316,9 +318,9 @@ def _began(run: str) -> str:
 
 
 def _versions(history: History) -> str:
-    facts = {
+    details = {
         "run": history.run,
         "began": _began(history.run),
         "engine of the run": history.code or "unknown", "engine of this report": __version__,
     }  # fmt: skip
-    return _facts(facts)
+    return _details(details)

@@ -104,7 +104,7 @@ def summarize(state: State) -> dict[str, Any]:
         ],
         "replicas": [
             {
-                "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
+                "replica": r.id, "state": r.condition, "life": r.process.life, "version": r.version,
                 "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots,
                 "occupied": state.replicas.occupied(r), "groups": list(state.replicas.running(r)),
                 "chunks": state.replicas.measuring(r), "validator": r.validator, "waits": r.process.no_room,
@@ -112,7 +112,7 @@ def summarize(state: State) -> dict[str, Any]:
             for r in state.replicas.by_id.values()
         ],
         "processes": [
-            {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.no_room}
+            {"process": p.id, "state": p.state, "life": p.life, "deaths": p.deaths, "waits": p.no_room}
             for p in state.processes.values()
         ],
         "versions": [
@@ -124,7 +124,7 @@ def summarize(state: State) -> dict[str, Any]:
                 "validation": v.id, "state": v.state, "version": v.version, "rows": v.rows, "measured": v.measured,
                 "waiting": len(v.waiting), "out": v.out, "replicas": list(v.replicas),
             }
-            for v in state.validations.runs.values()
+            for v in state.validations.live.values()
         ],
         "publishing": state.publishing,
         "checkpoint_pending": state.checkpoint_pending,
@@ -161,7 +161,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     for r in summary["replicas"]:
         coming = "" if r["next"] is None else f", {'staging' if r['staging'] else 'staged'} {r['next']}"
         lines.append(
-            f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
+            f"  replica {r['replica']}: {r['state']}, life {r['life']}, version {r['version']}{coming}; "
             f"{r['occupied']} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"
         )
     publishing = "; one is being published" if summary["publishing"] else ""
@@ -179,7 +179,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
 
 def _process(process: dict[str, Any]) -> str:
     ended = f", ended {counted(process['deaths'], 'time')} without progress" if process["deaths"] else ""
-    return f"{process['process']} {process['state']}, incarnation {process['incarnation']}{ended}{_room(process)}"
+    return f"{process['process']} {process['state']}, life {process['life']}{ended}{_room(process)}"
 
 
 def _room(process: dict[str, Any]) -> str:

@@ -85,11 +85,11 @@ class Timeline:
         if isinstance(value, CheckpointWrite):
             return f"checkpoint {value.steps}"
         if isinstance(value, ProcessLife):
-            return f"{slice.kind}, life {value.incarnation}"
+            return f"{slice.kind}, life {value.number}"
         return f"validation {value['validation']} of v{value['version']}"
 
     def details(self, slice: Slice) -> dict[str, Any]:
-        """The facts of a slice, by name. All values are texts and numbers."""
+        """The details of a slice, by name. All values are texts and numbers."""
         value = slice.value
         if isinstance(value, GenerationAttempt):
             return self._of_attempt(value)
@@ -104,33 +104,33 @@ class Timeline:
             return {name: value[name] for name in names if value[name] not in (None, "")}
         shown = {name: getattr(value, name) for name in value._fields}
         hidden = ("start", "end", "name")
-        return {name: fact for name, fact in shown.items() if name not in hidden and fact != ""}
+        return {name: detail for name, detail in shown.items() if name not in hidden and detail != ""}
 
     def _of_attempt(self, value: GenerationAttempt) -> dict[str, Any]:
         group = self.history.groups[value.group]
         reason = {"reason": value.reason} if value.reason else {}
-        facts: dict[str, Any] = {
+        details: dict[str, Any] = {
             "group": value.group, "attempt": value.attempt, "resumed": value.resumed, "outcome": value.outcome,
             **reason, "version": value.version, "tokens": value.tokens, "sampled": value.sampled,
             "deadline": group.deadline, "became": group.state, "cause": value.cause, "ended_by": value.ended_by,
         }  # fmt: skip
         if value.oldest_version != NO_VERSION:
-            facts |= {"oldest_version": value.oldest_version, "newest_version": value.newest_version}
+            details |= {"oldest_version": value.oldest_version, "newest_version": value.newest_version}
         if value.ordered_by != value.ended_by:
-            facts["ordered_by"] = value.ordered_by
+            details["ordered_by"] = value.ordered_by
         if group.staleness >= 0:
-            facts |= {"step": group.step, "staleness": group.staleness}
+            details |= {"step": group.step, "staleness": group.staleness}
         if group.reward_mean is not None:
-            facts["reward_mean"] = group.reward_mean
-        return facts
+            details["reward_mean"] = group.reward_mean
+        return details
 
     def _of_phase(self, value: StepPhase) -> dict[str, Any]:
-        facts = {"step": value.step, "outcome": value.outcome, "cause": value.cause, "ended_by": value.ended_by}
+        details = {"step": value.step, "outcome": value.outcome, "cause": value.cause, "ended_by": value.ended_by}
         staleness = self.batches[id(value)].staleness
         if staleness:
-            facts |= {"groups": len(staleness), "staleness_max": max(staleness)}
-            facts["staleness_mean"] = sum(staleness) / len(staleness)
-        return facts
+            details |= {"groups": len(staleness), "staleness_max": max(staleness)}
+            details["staleness_mean"] = sum(staleness) / len(staleness)
+        return details
 
 
 def timeline_of(history: History) -> Timeline:
@@ -181,7 +181,7 @@ def _seated(history: History) -> Iterator[tuple[GenerationAttempt | RowsAttempt,
     attempts: list[GenerationAttempt | RowsAttempt] = [*history.attempts, *history.chunks]
     lives: dict[tuple[int, int], tuple[list[tuple[float, int]], list[int]]] = defaultdict(lambda: ([], []))
     for attempt in sorted(attempts, key=_by_start):
-        busy, free = lives[attempt.replica, attempt.incarnation]
+        busy, free = lives[attempt.replica, attempt.life]
         while busy and busy[0][0] <= attempt.start:
             heappush(free, heappop(busy)[1])
         slot = heappop(free) if free else len(busy)

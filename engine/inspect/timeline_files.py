@@ -65,8 +65,8 @@ def _events(timeline: Timeline, places: list[tuple[int, int]]) -> Iterator[str]:
         arrows[target].append(f'{{"ph":"f","bp":"e",{ARROW},"id":{number}')
     for number, slice in enumerate(timeline.slices):
         pid, tid = places[slice.track]
-        begin, facts = _us(slice.start), timeline.details(slice).items()
-        args = {name: visible(fact) if isinstance(fact, str) else plain(fact) for name, fact in facts}
+        begin, details = _us(slice.start), timeline.details(slice).items()
+        args = {name: visible(detail) if isinstance(detail, str) else plain(detail) for name, detail in details}
         what = {"name": timeline.title(slice), "cat": slice.kind, "pid": pid, "tid": tid, "ts": begin, "args": args}
         yield _encode({"ph": "B", **what})
         for arrow in arrows.pop(number, ()):
@@ -95,7 +95,7 @@ def _us(seconds: float) -> int:
 
 INTEGERS = (
     "group", "attempt", "replica", "step", "validation", "chunk", "sync", "steps", "rows", "groups", "version",
-    "oldest_version", "newest_version", "tokens", "sampled", "deadline", "staleness", "staleness_max", "incarnation",
+    "oldest_version", "newest_version", "tokens", "sampled", "deadline", "staleness", "staleness_max", "life",
     "cause", "ended_by", "ordered_by",
 )  # fmt: skip
 NUMBERS = ("start", "end", "reward_mean", "staleness_mean", "accuracy")

@@ -267,9 +267,9 @@ class RunMetrics:
         matched = self.state.orders.matched
         self._events.update(map(type, events))
         # an event that matched nothing is a stale echo
-        facts = events if len(matched) == len(events) else [event for event in events if event.id in matched]
-        generated = [event for event in facts if type(event) is GroupGenerated]
-        others = [event for event in facts if type(event) is not GroupGenerated]
+        matching = events if len(matched) == len(events) else [event for event in events if event.id in matched]
+        generated = [event for event in matching if type(event) is GroupGenerated]
+        others = [event for event in matching if type(event) is not GroupGenerated]
         if generated or not QUIET.issuperset(map(type, others)):
             self.changes += 1
         if generated:
@@ -349,7 +349,7 @@ class RunMetrics:
 
     def validations_by_state(self) -> dict[str, int]:
         """Validations that have not ended, by state. Safe to call from another thread."""
-        states = [run.state for run in list(self.state.validations.runs.values())]
+        states = [validation.state for validation in list(self.state.validations.live.values())]
         return {state: states.count(state) for state in LIVE_VALIDATION_STATES}
 
     def eta_s(self, now: float) -> float | None:
@@ -433,13 +433,14 @@ class RunMetrics:
             self._journal.write(row)
 
 
-def _validation_row(run: Validation) -> Row:
+def _validation_row(validation: Validation) -> Row:
     """The row of a validation that ends."""
-    began = run.started_at if run.started_at >= 0 else run.ended_at
+    began = validation.started_at if validation.started_at >= 0 else validation.ended_at
     return {
-        "validation": run.id, "version": run.version, "steps": run.steps, "outcome": run.state,
-        "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.asked, "measured": run.measured,
-        FAILED_SHARE: None if run.left else 1 - run.measured / run.asked,
-        "sets": sets_of(estimates(run.figures)), "reason": run.reason, "elapsed_s": run.ended_at,
-        "seconds": {"queued": began - run.queued_at, "running": run.ended_at - began},
+        "validation": validation.id, "version": validation.version, "steps": validation.steps,
+        "outcome": validation.state, "accuracy": validation.accuracy, "reward_mean": validation.reward_mean,
+        "rows": validation.asked, "measured": validation.measured,
+        FAILED_SHARE: None if validation.left else 1 - validation.measured / validation.asked,
+        "sets": sets_of(estimates(validation.figures)), "reason": validation.reason, "elapsed_s": validation.ended_at,
+        "seconds": {"queued": began - validation.queued_at, "running": validation.ended_at - began},
     }  # fmt: skip

@@ -166,7 +166,7 @@ class GroupCounts:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._live = (*LIVE_GROUP_STATES, *state.groups.stages.by_name)
+        self._live = (*LIVE_GROUP_STATES, *state.groups.state_queues.by_name)
 
     def by_state(self) -> dict[str, int]:
         """Number of groups that have not ended, by state."""

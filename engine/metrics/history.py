@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, ValidationId, Version
+from engine.ids import EventId, GroupId, LifeNumber, ReplicaId, StepId, ValidationId, Version
 from engine.metrics.collector import FunctionTotals
 
 RUNNING = "running"
@@ -44,7 +44,7 @@ class GenerationAttempt(Struct, frozen=True, array_like=True, gc=False):
     group: GroupId
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     start: float
     end: float
     resumed: bool
@@ -76,7 +76,7 @@ class RowsAttempt(NamedTuple):
     chunk: int
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     start: float
     end: float
     outcome: str
@@ -119,7 +119,7 @@ class SyncPhase(NamedTuple):
     """One phase of bringing weights to a replica, or of a pause for another task."""
 
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     sync: int
     version: Version
     name: str
@@ -139,7 +139,7 @@ class ProcessLife(Struct, frozen=True, array_like=True, gc=False):
 
     kind: str
     index: int
-    incarnation: Incarnation
+    number: LifeNumber
     start: float
     up: float | None
     """When it was up; None if it never was."""

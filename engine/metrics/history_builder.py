@@ -54,7 +54,7 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
-from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, LifeNumber, ReplicaId, StepId, Version
 from engine.metrics.collector import CallTotals, HasState, RunMetrics
 from engine.metrics.history import (
     NO_EVENT,
@@ -98,7 +98,7 @@ class _Attempt(Struct, frozen=True, array_like=True, gc=False):
 
     attempt: int
     replica: ReplicaId
-    incarnation: Incarnation
+    life: LifeNumber
     resumed: bool
     version: Version
     cause: EventId
@@ -352,7 +352,7 @@ class HistoryBuilder:
         group.state, group.deadline = state, record.deadline
         group.attempts += 1
         group.attempt = _Attempt(
-            order.attempt, order.replica, order.incarnation, type(order) is ResumeGroup,
+            order.attempt, order.replica, order.life, type(order) is ResumeGroup,
             self.state.replicas.by_id[order.replica].version, order.cause, at, tokens,
         )  # fmt: skip
 
@@ -414,7 +414,7 @@ class HistoryBuilder:
             oldest, newest = record.oldest_version, record.newest_version
         self.ended.attempts.append(
             GenerationAttempt(
-                id, began.attempt, began.replica, began.incarnation, began.start, at, began.resumed, outcome, reason,
+                id, began.attempt, began.replica, began.life, began.start, at, began.resumed, outcome, reason,
                 began.version, oldest, newest, tokens, max(0, tokens - began.tokens), began.cause, by, ordered_by,
             )
         )  # fmt: skip
@@ -471,7 +471,7 @@ class HistoryBuilder:
     def _start(self, command: StartProcess, at: float) -> None:
         key = command.kind, command.index
         self._end_life(key, at, "lost", "replaced", command.cause)
-        self.open.lives[key] = ProcessLife(*key, command.incarnation, at, None, at, "", "", command.cause, NO_EVENT)
+        self.open.lives[key] = ProcessLife(*key, command.life, at, None, at, "", "", command.cause, NO_EVENT)
 
     def _up(self, event: ProcessUp) -> None:
         key = event.kind, event.index
@@ -494,7 +494,7 @@ class HistoryBuilder:
     def _sync(self, command: StageWeights | PauseReplica | InstallWeights, at: float) -> None:
         self._end_sync(command.replica, at, "replaced", command.cause)
         self.open.syncs[command.replica] = SyncPhase(
-            command.replica, command.incarnation, command.attempt, command.version, SYNC_PHASES[type(command)],
+            command.replica, command.life, command.attempt, command.version, SYNC_PHASES[type(command)],
             command.mode if isinstance(command, PauseReplica) else "", at, at, "", command.cause, NO_EVENT,
         )  # fmt: skip
 
@@ -507,7 +507,7 @@ class HistoryBuilder:
 
     def _measure(self, command: MeasureRows, at: float) -> None:
         self.open.chunks[command.validation, command.chunk] = RowsAttempt(
-            command.validation, command.chunk, command.attempt, command.replica, command.incarnation, at, at, "",
+            command.validation, command.chunk, command.attempt, command.replica, command.life, at, at, "",
             command.version, command.count, command.cause, NO_EVENT,
         )  # fmt: skip
 

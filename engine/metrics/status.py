@@ -295,7 +295,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
     if state.ending.outcome is not None:
         return f"run {state.ending.outcome.word}"
-    if state.validations.closing and state.validations.runs:
+    if state.validations.closing and state.validations.live:
         return "every step is trained; the run ends with its last validation"
     if idle.trainer is RESTARTING:
         order = state.orders.find("start", (TRAINER, 0))
@@ -333,19 +333,19 @@ def _rollout_now(metrics: RunMetrics) -> str:
 
 
 def _validation_now(state: State) -> str:
-    run = state.validations.served
-    if run is None or state.ending.outcome is not None:
+    validation = state.validations.served
+    if validation is None or state.ending.outcome is not None:
         return ""
-    done = sum(chunk.count for chunk in run.chunks if chunk.done)
-    said = f"version {run.version}: {done} of {run.rows} rows"
-    replicas = [state.replicas.by_id[id] for id in run.replicas]
+    done = sum(chunk.count for chunk in validation.chunks if chunk.done)
+    said = f"version {validation.version}: {done} of {validation.rows} rows"
+    replicas = [state.replicas.by_id[id] for id in validation.replicas]
     if not replicas:
         said += ", waits for a replica that can install it"
-    elif run.out:
-        said += f", {run.out} slots measuring"
-    elif all(replica.version != run.version for replica in replicas):
+    elif validation.out:
+        said += f", {validation.out} slots measuring"
+    elif all(replica.version != validation.version for replica in replicas):
         said += f", waits until replica {replicas[0].id} has it"
     else:
         said += ", waits for a free slot"
-    waiting = len(state.validations.runs) - 1
+    waiting = len(state.validations.live) - 1
     return said + (f"; {waiting} more due" if waiting else "")

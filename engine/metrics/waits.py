@@ -87,7 +87,7 @@ RANK = {
     "start": 1,
     "stop": 1,
     "group": 2,
-    "stage": 3,
+    "state": 3,
     "rows": 4,
 }
 """By subject: orders that block the next train step come first."""
@@ -96,7 +96,7 @@ RANK = {
 def _together(order: Order, state: State) -> tuple[str, Any]:
     """The key of orders that share a sentence: groups of a replica, those that wait for rewards apart; work of a state,
     rows of a validation, discards of a store."""
-    if order.subject in ("group", "stage"):
+    if order.subject in ("group", "state"):
         return order.subject, (order.owner, state.replicas.is_unrewarded(order.id))
     if order.subject in ("discard", "retire"):
         return order.subject, None
@@ -152,8 +152,8 @@ def _detail(like: list[Order], state: State) -> str:
     if oldest.subject == "group" and not slowest:
         replica = state.replicas.by_id[oldest.owner]
         return limit_text(replica) if state.replicas.is_limited(replica) else ""
-    if oldest.subject == "stage":
-        return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
+    if oldest.subject == "state":
+        return _state_detail(state.groups.state_queues.by_name[oldest.command.state], slowest, limits)
     if not slowest or state.replicas.is_unrewarded(oldest.id):
         return limits
     if oldest.subject == "rows":
@@ -162,10 +162,10 @@ def _detail(like: list[Order], state: State) -> str:
     return f"{_groups(groups)} {_wait(groups)} for {slowest.name}: {limits}"
 
 
-def _stage_detail(stage: Any, slowest: "Slowest | None", limits: str) -> str:
+def _state_detail(added: Any, slowest: "Slowest | None", limits: str) -> str:
     found = [f"{slowest.name}, {limits}"] if slowest else []
-    if stage.waiting:
-        queue = f"{_groups(len(stage.waiting))} {_wait(len(stage.waiting))} for a place, {stage.concurrency} at once"
+    if added.waiting:
+        queue = f"{_groups(len(added.waiting))} {_wait(len(added.waiting))} for a place, {added.concurrency} at once"
         found.append(queue if slowest else f"{queue}; raise the concurrency of the state")
     return "; ".join(found)
 
@@ -194,7 +194,7 @@ def agent_groups(process: Process) -> int:
 
 def unrewarded_groups(state: State) -> int:
     """Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not."""
-    return state.replicas.unrewarded + state.groups.stages.groups_at(GENERATED)
+    return state.replicas.unrewarded + state.groups.state_queues.groups_at(GENERATED)
 
 
 def reward_wait(state: State) -> str:
@@ -204,7 +204,7 @@ def reward_wait(state: State) -> str:
     if not groups:
         return ""
     slowest = _slowest(_calls(_processes(state), of_agents=False))
-    busy = [stage.name for stage in state.groups.stages.at[GENERATED] if stage.waiting or stage.working]
+    busy = [added.name for added in state.groups.state_queues.at[GENERATED] if added.waiting or added.working]
     otherwise = f"state {busy[0]}" if busy and not state.replicas.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")
@@ -227,7 +227,7 @@ def _callers(like: Sequence[Order], state: State) -> Calls:
     """The calls that orders wait for which share a sentence: a group that samples waits for agents only, one whose
     trajectories have ended for rewards only, validation rows for both."""
     oldest: Any = like[0]
-    if oldest.subject == "stage":
+    if oldest.subject == "state":
         return _calls([one for one in [state.processes.get(ADDED_STATES)] if one is not None], of_agents=False)
     if oldest.subject not in ("group", "rows"):
         return []
@@ -317,9 +317,9 @@ def _pauses(like: list[Order], state: State) -> str:
 
 
 def _measures(like: list[Order], state: State) -> str:
-    run = state.validations.runs[like[0].id[0]]
-    left = sum(chunk.count for chunk in run.chunks if not chunk.done)
-    return f"measuring {counted(left, 'validation row')} under version {run.version}"
+    validation = state.validations.live[like[0].id[0]]
+    left = sum(chunk.count for chunk in validation.chunks if not chunk.done)
+    return f"measuring {counted(left, 'validation row')} under version {validation.version}"
 
 
 def _forgets(like: list[Order], state: State) -> str:
@@ -337,7 +337,7 @@ def _timer(command: Any, state: State) -> tuple[str, str, str]:
 
 def _starts(like: list[Order], state: State) -> str:
     command: Any = like[0].command
-    text = "restarting" if command.incarnation > 1 else "starting"
+    text = "restarting" if command.life > 1 else "starting"
     return f"{text} from {_beginning(command)}" if command.kind == TRAINER else text
 
 
@@ -404,11 +404,11 @@ def _unordered(state: State) -> Iterator[Wait]:
             doing = f"waiting for {missing_for_scoring(state)}"
             ends = "ReplicaPaused, ProcessUp, WeightsInstalled or BatchScored"
             yield Wait(by=by, doing=doing, since=step.entered_at, ends=ends)
-    run = state.validations.served
-    if run is not None and not run.out:
-        left = sum(chunk.count for chunk in run.chunks if not chunk.done)
-        entered = run.started_at if run.started_at >= 0 else run.queued_at
-        doing = f"waiting for a replica with version {run.version}"
+    validation = state.validations.served
+    if validation is not None and not validation.out:
+        left = sum(chunk.count for chunk in validation.chunks if not chunk.done)
+        entered = validation.started_at if validation.started_at >= 0 else validation.queued_at
+        doing = f"waiting for a replica with version {validation.version}"
         detail = f"{counted(left, 'validation row')} {'is' if left == 1 else 'are'} not measured"
         ends = "WeightsInstalled, GroupGenerated or ProcessUp"
         yield Wait(by="the validation", doing=doing, since=entered, ends=ends, detail=detail)

@@ -16,7 +16,7 @@ from engine.policies.state_registry import METHODS, STEP_METHODS, added_states, 
 from engine.protocols import Batch, PublishedWeights
 from engine.states.limits import PUBLISHING, QUEUED, SCORING
 from engine.trajectory import TrajectoryGroup
-from engine.workers.stage import check_inspected, check_prepared, check_worked
+from engine.workers.added_states import check_inspected, check_prepared, check_worked
 from engine.workers.threads import on_a_thread
 
 LONGEST_S = 120.0

@@ -79,7 +79,7 @@ class Header(Frame, frozen=True, kw_only=True, tag=0):
 
 
 class Tick(Frame, frozen=True, tag=1):
-    """Facts that were decided together, and the commands of the scheduler."""
+    """Events that were decided together, and the commands of the scheduler."""
 
     number: Number
     events: tuple[AnyEvent, ...]

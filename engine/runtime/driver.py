@@ -220,7 +220,7 @@ class Driver:
             self._fail(self.failure)
 
     def _count(self) -> int:
-        """Number of events in the next tick. Some facts get a tick of their own."""
+        """Number of events in the next tick. Some events get a tick of their own."""
         if type(self._inbox[0]) in ALONE:
             return 1
         most = min(MOST_EVENTS if self.tick_size is None else self.tick_size(), len(self._inbox))
@@ -241,30 +241,30 @@ class Driver:
             commands = self.scheduler.tick(events)
         except Exception as error:  # recorded as rejected, then raised: the run stops and can be resumed
             reason = f"{self.scheduler.doing}: {type(error).__name__}: {error}"[:REASON_LENGTH]
-            self.recorder.reject(self.scheduler.facts, reason)
+            self.recorder.reject(self.scheduler.events, reason)
             self.recorder.flush()
             self.rejected = True
             raise
-        facts = tuple(self.scheduler.facts)
-        if not facts:
+        events = tuple(self.scheduler.events)
+        if not events:
             return ()  # the run had ended before
-        self.events_handled += len(facts)
-        tick = Tick(self.recorder.next_tick, facts, commands)
-        self.recorder.write(facts, commands)
+        self.events_handled += len(events)
+        tick = Tick(self.recorder.next_tick, events, commands)
+        self.recorder.write(events, commands)
         if self.observe is not None:
             self.observe(tick)
         if commands and isinstance(commands[-1], FinishRun):
             self.outcome = commands[-1]
-        if self._is_snapshot_due(facts):
+        if self._is_snapshot_due(events):
             self._write_snapshot()
         return commands
 
-    def _is_snapshot_due(self, facts: Sequence[Event]) -> bool:
+    def _is_snapshot_due(self, events: Sequence[Event]) -> bool:
         if self._next_snapshot == NEVER:
             return False
         if self.outcome is not None:  # a run that fails may have no room for one
             return self.outcome.word in ("finished", "drained")
-        return self.events_handled >= self._next_snapshot or any(isinstance(fact, MARKS) for fact in facts)
+        return self.events_handled >= self._next_snapshot or any(isinstance(event, MARKS) for event in events)
 
     def _write_snapshot(self) -> None:
         """Record a snapshot. If the state cannot be encoded, log a warning and take no more snapshots: they only speed

@@ -160,7 +160,7 @@ class RunExecutor:
         if self._prompts_hang:
             return
         if isinstance(prompt, str):
-            who: dict[str, Any] = {"replica": command.replica, "incarnation": command.incarnation}
+            who: dict[str, Any] = {"replica": command.replica, "life": command.life}
             self._post(GroupFailed(group=command.group, attempt=command.attempt, **who, cause="data", reason=prompt))
         else:
             self._order_replica(command, prompt)
@@ -201,7 +201,7 @@ class RunExecutor:
     def _order_replica(self, command: Any, prompt: Prompt | None = None) -> None:
         """One for a life that has ended is dropped: its loss is reported."""
         life = self._supervisor.lives.get((REPLICA, command.replica))
-        if life is not None and life.incarnation == command.incarnation:
+        if life is not None and life.number == command.life:
             self._messages.setdefault(life, []).append(SentOrder(command, prompt))
 
     def _order(self, kind: str, index: int, command: Command, prompt: Prompt | None = None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.commands import Command
-from engine.ids import GroupId, Incarnation, StepId, Version
+from engine.ids import GroupId, LifeNumber, StepId, Version
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.plan import Restore
@@ -72,11 +72,11 @@ class ProcessEnd:
 class Life:
     """One life of a process. An implementation of the port derives its own class; what that leaves out does nothing."""
 
-    def __init__(self, kind: str, index: int, incarnation: Incarnation) -> None:
+    def __init__(self, kind: str, index: int, number: LifeNumber) -> None:
         self.kind = kind
         self.index = index
         self.key: Key = (kind, index)
-        self.incarnation = incarnation
+        self.number = number
         self.opening: asyncio.Future[None] | None = None
         """The result of `bring_up`, if the launch has called it."""
         self.up = False
@@ -123,7 +123,7 @@ class Life:
         """End its work and close the worker."""
 
     def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
-        """End the process at once. Returns an awaitable to wait for before the next incarnation starts, if needed.
+        """End the process at once. Returns an awaitable to wait for before the next life starts, if needed.
         `hung`: a call into the user's code does not return, so do not wait for that call."""
         return None
 
@@ -132,8 +132,8 @@ class Life:
 class Found:
     """The processes that a restarted scheduler finds."""
 
-    processes: Mapping[tuple[str, Incarnation], Life]
-    """By source and incarnation."""
+    processes: Mapping[tuple[str, LifeNumber], Life]
+    """By source and life."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Why a process could not be taken over, by its source."""
 
@@ -146,7 +146,7 @@ class Processes(Protocol):
     look_again_s: float | None
     """Seconds after which `lacking` may have another answer."""
 
-    def make(self, kind: str, index: int, incarnation: Incarnation) -> Life:
+    def make(self, kind: str, index: int, life: LifeNumber) -> Life:
         """Make a life; returns at once. Raises the reason if it cannot be made."""
 
     def last(self, kind: str, index: int) -> bool:

@@ -83,11 +83,11 @@ class MixedPrompts(CountedPrompts):
                 self._total = self.mixture.total
         for group, reward in state.completed.items():
             self.mixture.outcome(group, reward)
-        steps_in, stages = state.training.steps_in, state.groups.stages.by_name
+        steps_in, queues = state.training.steps_in, state.groups.state_queues.by_name
         for command in tick.commands:
             if type(command) is StartGroup:
                 self.mixture.choose(command.group, steps_in[command.admitted_version])
-            elif type(command) is EnterState and stages[command.state].place == QUEUED:  # its work needs the prompt
+            elif type(command) is EnterState and queues[command.state].place == QUEUED:  # its work needs the prompt
                 self.mixture.choose(command.group, steps_in[state.training.latest_version])
 
 

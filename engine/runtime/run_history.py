@@ -149,7 +149,7 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     for group in groups.live.values():
         phase = groups.phase_of(group.state)
         if (
-            group.state in groups.stages.by_name and phase is Phase.PARKED
+            group.state in groups.state_queues.by_name and phase is Phase.PARKED
         ):  # each work order is an attempt; it stores nothing before it is done
             is_stored = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
         elif phase is Phase.READY:
@@ -408,7 +408,7 @@ def _cut_metrics(resume: Resume, copied: Path, damaged: list[str]) -> list[dict[
     """Remove the rows that will be written again. Returns the others."""
     state = resume.state
     reached = resume.steps if resume.missing is None else state.training.steps_trained
-    validations = set(range(state.validations.created)) - state.validations.runs.keys()
+    validations = set(range(state.validations.created)) - state.validations.live.keys()
     metrics, unfinished = resume.run_dir / METRICS, set(state.training.steps)
     return cut_rows(metrics, reached, damaged.append, unfinished, validations, copied)
 

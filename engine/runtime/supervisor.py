@@ -12,7 +12,7 @@ from typing import Any
 from engine.commands import StartProcess, StopProcess
 from engine.errors import EngineError, RunFailed, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, ProcessWaits
-from engine.ids import NO_VERSION, Incarnation, StepId
+from engine.ids import NO_VERSION, LifeNumber, StepId
 from engine.runtime.process_port import SERVICES, Found, Key, Life, ProcessEnd, Processes, Sign, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, Process, name_of
 from engine.states.state import State
@@ -50,15 +50,15 @@ class Supervisor:
         """The current life of each process."""
         self._watched: set[Life] = set()
         """Lives that `start` or the watch handles already."""
-        self._begun: dict[Key, Incarnation] = {}
-        """The newest incarnation of each process that this supervisor has started or refused."""
-        self._ending: dict[tuple[Key, Incarnation], asyncio.Future[object]] = {}
-        """The ends of incarnations that were killed but have not ended yet."""
+        self._begun: dict[Key, LifeNumber] = {}
+        """The newest life of each process that this supervisor has started or refused."""
+        self._ending: dict[tuple[Key, LifeNumber], asyncio.Future[object]] = {}
+        """The ends of lives that were killed but have not ended yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
         for kind, life in processes.services().items():
-            life.incarnation = self._newest((kind, 0)) + (found is None)
+            life.number = self._newest((kind, 0)) + (found is None)
             self.lives[kind, 0] = life
 
     # the launch
@@ -137,36 +137,36 @@ class Supervisor:
         """Report the gateway as up, unless that is known. The core does not order its start."""
         life, known = self.lives.get((GATEWAY, 0)), self._state.find_process(GATEWAY, 0)
         if life is not None and (known is None or known.state != "up"):
-            life.incarnation = self._newest((GATEWAY, 0)) + 1
-            self._deliver(ProcessUp(kind=GATEWAY, index=0, incarnation=life.incarnation))
+            life.number = self._newest((GATEWAY, 0)) + 1
+            self._deliver(ProcessUp(kind=GATEWAY, index=0, life=life.number))
 
     def _make(self, key: Key) -> Life:
-        """Make the next incarnation of a process."""
-        return self._make_incarnation(key, self._newest(key) + 1)
+        """Make the next life of a process."""
+        return self._make_life(key, self._newest(key) + 1)
 
-    def _newest(self, key: Key) -> Incarnation:
+    def _newest(self, key: Key) -> LifeNumber:
         process = self._state.find_process(*key)
-        return 0 if process is None else process.incarnation
+        return 0 if process is None else process.life
 
-    def _make_incarnation(self, key: Key, incarnation: Incarnation) -> Life:
-        """Make an incarnation of a process. Raises the reason if it cannot be made."""
-        self._begun[key] = incarnation
-        life = self.lives[key] = self._processes.make(*key, incarnation)
+    def _make_life(self, key: Key, number: LifeNumber) -> Life:
+        """Make a life of a process. Raises the reason if it cannot be made."""
+        self._begun[key] = number
+        life = self.lives[key] = self._processes.make(*key, number)
         return life
 
     # after the scheduler's process ended
 
     def take_up(self) -> None:
-        """Take over the processes in the state that an earlier scheduler process started. Incarnations that the state
+        """Take over the processes in the state that an earlier scheduler process started. Lives that the state
         does not list are killed."""
         assert self._found is not None
-        listed: dict[tuple[str, Incarnation], Key] = {}
+        listed: dict[tuple[str, LifeNumber], Key] = {}
         for process in self._known():
             if process.kind not in SERVICES and process.state != "gone":
-                listed[source_of(process.kind, process.index), process.incarnation] = (process.kind, process.index)
+                listed[source_of(process.kind, process.index), process.life] = (process.kind, process.index)
         kept = {source_of(kind, 0) for kind in SERVICES}
-        for (source, incarnation), running in self._found.processes.items():
-            key = listed.get((source, incarnation))
+        for (source, number), running in self._found.processes.items():
+            key = listed.get((source, number))
             if key is not None and source not in self._found.silent:
                 self.lives[key] = running
             elif source not in kept:
@@ -179,9 +179,9 @@ class Supervisor:
         for process in self._known():
             key = (process.kind, process.index)
             life = self.lives.get(key)
-            if process.state == "up" and (life is None or life.incarnation != process.incarnation):
+            if process.state == "up" and (life is None or life.number != process.life):
                 why = self._found.silent.get(source_of(*key), "it ended while there was no scheduler")
-                self.spawn(self._report(key, process.incarnation, ProcessEnd(why)))
+                self.spawn(self._report(key, process.life, ProcessEnd(why)))
         for life in list(self.lives.values()):
             if life not in self._watched:
                 self._watch(life)
@@ -195,63 +195,63 @@ class Supervisor:
     # orders about processes
 
     def start(self, command: StartProcess) -> None:
-        """Start an incarnation, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: an
-        incarnation that cannot be made is reported as lost, after this method returns."""
-        key, incarnation = (command.kind, command.index), command.incarnation
+        """Start a life, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: a
+        life that cannot be made is reported as lost, after this method returns."""
+        key, number = (command.kind, command.index), command.life
         life = self.lives.get(key)
-        if life is not None and life.incarnation < incarnation:
+        if life is not None and life.number < number:
             self._forget(life)
             life = None
-        if self._closed or (life is None and incarnation <= self._begun.get(key, 0)):
+        if self._closed or (life is None and number <= self._begun.get(key, 0)):
             return  # it has ended already; its loss was or will be reported
         if command.steps and self._plan.restore_trainer is None:
-            self._begun[key] = incarnation
+            self._begun[key] = number
             reason = "its plan cannot restore a trainer: set Plan.restore_trainer"
-            self.spawn(self._report(key, incarnation, ProcessEnd(reason), final=True))
+            self.spawn(self._report(key, number, ProcessEnd(reason), final=True))
             return
         try:
-            life = life or self._make_incarnation(key, incarnation)
+            life = life or self._make_life(key, number)
         except Exception as error:
-            self.spawn(self._report_unstarted(key, incarnation, error))
+            self.spawn(self._report_unstarted(key, number, error))
             return
-        if life.incarnation == incarnation and life not in self._watched:
+        if life.number == number and life not in self._watched:
             self._watched.add(life)
             self.spawn(self._bring_up(life, command))
 
     def stop(self, command: StopProcess) -> None:
-        """End an incarnation and report it, even if it has ended already."""
+        """End a life and report it, even if it has ended already."""
         key = (command.kind, command.index)
-        if self._closed or (key, command.incarnation) in self._ending:
+        if self._closed or (key, command.life) in self._ending:
             return
         life = self.lives.get(key)
-        current = life is not None and life.incarnation == command.incarnation
+        current = life is not None and life.number == command.life
         if life is not None and current and (command.hung or life.kind == TRAINER):
             self.spawn(self._end(life, command))
             return
         if life is not None and current:
             self._forget(life)
-        if (key, command.incarnation) in self._ending:
+        if (key, command.life) in self._ending:
             self.spawn(self._report_gone(key, command))
         else:
-            self._deliver(self._loss(key, command.incarnation, command.reason))
+            self._deliver(self._loss(key, command.life, command.reason))
 
     async def _report_gone(self, key: Key, command: StopProcess) -> None:
         await self._until_gone(key)
         if not self._closed:
-            self._deliver(self._loss(key, command.incarnation, command.reason))
+            self._deliver(self._loss(key, command.life, command.reason))
 
     async def _end(self, life: Life, command: StopProcess) -> None:
-        """End an incarnation and report it, with the stacks of a hung process, and with what a trainer has published
+        """End a life and report it, with the stacks of a hung process, and with what a trainer has published
         and saved."""
         stacks = await self._stacks(life) if command.hung else ""
         if self._is_current(life):
             await self._end_life(life, hung=command.hung)
-            await self._report(life.key, life.incarnation, ProcessEnd(f"{command.reason}{stacks}"))
+            await self._report(life.key, life.number, ProcessEnd(f"{command.reason}{stacks}"))
 
     async def probe(self, process: Process) -> Sign | None:
         """Ask a process what it waits for. Never returns if it hangs; None if it has ended."""
         life = self.lives.get((process.kind, process.index))
-        if life is None or life.incarnation != process.incarnation:
+        if life is None or life.number != process.life:
             return None
         return await life.probe()
 
@@ -269,18 +269,18 @@ class Supervisor:
         except Exception as error:
             if self._is_current(life):
                 await self._end_life(life)
-                await self._report_unstarted(life.key, life.incarnation, error)
+                await self._report_unstarted(life.key, life.number, error)
             return
         if not self._is_current(life):
             return
         if life.kind == REPLICA:
             life.join()
         else:
-            self._deliver(ProcessUp(kind=life.kind, index=life.index, incarnation=life.incarnation))
+            self._deliver(ProcessUp(kind=life.kind, index=life.index, life=life.number))
         self._watch(life)
 
     def _is_current(self, life: Life) -> bool:
-        """Whether this is the current incarnation of its process, and its end is not reported yet."""
+        """Whether this is the current life of its process, and its end is not reported yet."""
         return self.lives.get(life.key) is life and not self._closed
 
     def _restore(self, command: StartProcess) -> Restore | None:
@@ -319,9 +319,7 @@ class Supervisor:
             if lacking != said:
                 said = lacking
                 log.warning("%s waits for room: %s", name_of(*life.key), lacking or "there is room now")
-                self._deliver(
-                    ProcessWaits(kind=life.kind, index=life.index, incarnation=life.incarnation, reason=lacking)
-                )
+                self._deliver(ProcessWaits(kind=life.kind, index=life.index, life=life.number, reason=lacking))
             await asyncio.wait([opening], timeout=self._processes.look_again_s)
 
     # watching
@@ -337,29 +335,29 @@ class Supervisor:
             ended = ProcessEnd(f"{ended.reason}{await self._stacks(life)}")
         if self._is_current(life):
             await self._end_life(life)
-            await self._report(life.key, life.incarnation, ended)
+            await self._report(life.key, life.number, ended)
 
     async def _stacks(self, life: Life) -> str:
         """Make a hung process write its stacks. Returns the end of a sentence that says where they are."""
         where = await life.stacks()
         return f"; {where}" if where else ""
 
-    async def _report_unstarted(self, key: Key, incarnation: Incarnation, error: Exception) -> None:
-        log.error("%s could not be started (incarnation %d)", name_of(*key), incarnation, exc_info=error)
-        await self._report(key, incarnation, ProcessEnd(f"it could not be started: {reason_of(error)}"))
+    async def _report_unstarted(self, key: Key, number: LifeNumber, error: Exception) -> None:
+        log.error("%s could not be started (life %d)", name_of(*key), number, exc_info=error)
+        await self._report(key, number, ProcessEnd(f"it could not be started: {reason_of(error)}"))
 
-    async def _report(self, key: Key, incarnation: Incarnation, ended: ProcessEnd, *, final: bool = False) -> None:
-        """Report a lost incarnation, after the events that the scheduler needs to start the next one."""
-        log.warning("%s is lost (incarnation %d): %s", name_of(*key), incarnation, ended.reason)
+    async def _report(self, key: Key, number: LifeNumber, ended: ProcessEnd, *, final: bool = False) -> None:
+        """Report a lost life, after the events that the scheduler needs to start the next one."""
+        log.warning("%s is lost (life %d): %s", name_of(*key), number, ended.reason)
         known: dict[str, Any] = {}
         if key[0] == TRAINER:
             known = {"published": await self._processes.published(), "saved": await self._saved()}
-            await self._report_damage(incarnation)
+            await self._report_damage(number)
         # A store reports itself that its disk is full; a restart would not help.
         full = ended.self_reported and key[0] in SERVICES and key[0] != GATEWAY
         reason = f"it can no longer store data: {ended.reason}" if full else ended.reason
         if not self._closed:
-            self._deliver(self._loss(key, incarnation, reason, final=final or full, **known))
+            self._deliver(self._loss(key, number, reason, final=final or full, **known))
 
     async def _saved(self) -> tuple[StepId, ...]:
         """Train steps of checkpoints that are complete, were ordered, and were not reported."""
@@ -370,7 +368,7 @@ class Supervisor:
         sound = [await on_a_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
         return tuple(steps for steps, is_complete in zip(ordered, sound, strict=True) if is_complete)
 
-    async def _report_damage(self, incarnation: Incarnation) -> None:
+    async def _report_damage(self, number: LifeNumber) -> None:
         """Report damaged checkpoints and set them aside. Otherwise a later checkpoint of the same step would count as
         written."""
         if self._plan.run_dir is None:
@@ -380,7 +378,7 @@ class Supervisor:
         paths = {checkpoint_path(directory, steps): steps for steps in saved}
         damaged = await on_a_thread(damaged_of, list(paths))
         for path, reason in damaged.items():
-            if self._closed or self._state.ending.outcome is not None or self._begun.get((TRAINER, 0), 0) > incarnation:
+            if self._closed or self._state.ending.outcome is not None or self._begun.get((TRAINER, 0), 0) > number:
                 return  # a newer trainer may use it, or nothing receives the report
             log.warning("the checkpoint %s is damaged and will not be used: %s", path, reason)
             self._deliver(CheckpointDamaged(steps=paths[path], reason=clean(reason)))
@@ -419,32 +417,28 @@ class Supervisor:
         await asyncio.gather(*self._tasks, *gone, return_exceptions=True)
 
     async def _end_life(self, life: Life, *, hung: bool = False) -> None:
-        """`_forget`, then wait until the next incarnation may start."""
+        """`_forget`, then wait until the next life may start."""
         self._forget(life, hung=hung)
         await self._until_gone(life.key)
 
     def _forget(self, life: Life, *, hung: bool = False) -> None:
-        """Kill an incarnation and report nothing more about it."""
+        """Kill a life and report nothing more about it."""
         key = life.key
         self.lives.pop(key, None)
         self._watched.discard(life)
         gone = life.kill(hung=hung) if life.kind not in SERVICES else None
         if gone is not None:
-            ending = self._ending[key, life.incarnation] = asyncio.ensure_future(gone)
-            ending.add_done_callback(lambda end: self._ending.pop((key, life.incarnation)))
+            ending = self._ending[key, life.number] = asyncio.ensure_future(gone)
+            ending.add_done_callback(lambda end: self._ending.pop((key, life.number)))
 
     async def _until_gone(self, key: Key) -> None:
-        """Wait until the incarnations of a process that were killed have ended."""
+        """Wait until the lives of a process that were killed have ended."""
         if ending := [end for (process, _), end in self._ending.items() if process == key]:
             await asyncio.wait(ending)
 
-    def _loss(
-        self, key: Key, incarnation: Incarnation, reason: str, *, final: bool = False, **known: Any
-    ) -> ProcessLost:
+    def _loss(self, key: Key, number: LifeNumber, reason: str, *, final: bool = False, **known: Any) -> ProcessLost:
         final = final or self._processes.last(*key)
-        return ProcessLost(
-            kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), final=final, **known
-        )
+        return ProcessLost(kind=key[0], index=key[1], life=number, reason=clean(reason), final=final, **known)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task that ends with the run. If it fails, the run ends."""

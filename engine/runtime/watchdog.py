@@ -83,8 +83,8 @@ class Watchdog:
         chain, process = [owner.id], owner
         try:
             while True:
-                life, sign = process.incarnation, await self._sign_of(process)
-                if process.incarnation != life:
+                life, sign = process.life, await self._sign_of(process)
+                if process.life != life:
                     return
                 awaited = None if sign is None else self._state.processes.get(sign.waits_for)
                 if awaited is None:

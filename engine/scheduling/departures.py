@@ -104,11 +104,11 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     state = core.state
     if replica.state != "ready":
         return
-    run = state.validations.holding(replica)
-    if run is not None:
+    validation = state.validations.holding(replica)
+    if validation is not None:
         if state.replicas.measuring(replica):
-            core.state.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
-        state.validations.release(run, replica)
+            core.state.orders.add(StopMeasuring(validation=validation.id, replica=replica.id, life=replica.life))
+        state.validations.release(validation, replica)
     if not alone and state.pools.of_replica(replica.id) is not None:
         send_to_sleep(core, replica)  # the batch in training needs the hardware that it frees
         return
@@ -125,6 +125,6 @@ def is_at_rest(core: Core) -> bool:
     return (
         not state.training.formed_steps
         and not state.publishing
-        and not state.groups.stages.out
+        and not state.groups.state_queues.out
         and all(replica.state in AT_REST for replica in state.replicas.by_id.values())
     )

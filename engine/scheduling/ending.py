@@ -22,7 +22,7 @@ def close_run(core: Core) -> None:
     outcome = core.state.ending.outcome
     assert outcome is not None
     cancel_validations(core, f"the run ended: {outcome.reason}")
-    core.state.groups.stages.put_back()
+    core.state.groups.state_queues.put_back()
     order_discards(core)
     core.state.orders.add(outcome)
 
@@ -62,7 +62,7 @@ def finish_or_require_progress(core: Core) -> None:
         state.changed = True
         assign_replicas_and_weights(core)
         send_rows(core)
-    if state.checkpoint_pending or state.deletion_pending or state.validations.runs:
+    if state.checkpoint_pending or state.deletion_pending or state.validations.live:
         return
     for group in list(state.groups.live.values()):
         drop_group(core, group)
@@ -146,7 +146,7 @@ def _is_stuck(state: State) -> bool:
         or state.asked
         or state.checkpoint_pending
         or state.validations.out
-        or state.groups.stages.out
+        or state.groups.state_queues.out
     ):
         return False
     if state.timer_is_set(GIVE_UP):

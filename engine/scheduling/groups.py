@@ -42,7 +42,7 @@ MOST_DRAWN = 4096
 
 def prepare_groups(core: Core, ids: Iterable[GroupId]) -> None:
     """Move groups that were drawn into the added states before generation that let them in."""
-    if core.state.groups.stages.at[QUEUED]:
+    if core.state.groups.state_queues.at[QUEUED]:
         for id in ids:
             enter_added_state(core, core.state.groups.live[id], QUEUED)
 
@@ -51,33 +51,33 @@ def enter_added_state(core: Core, group: Group, place: str, after: int = -1) -> 
     """Move a group into the next state in a place whose policy lets it in, after state number `after`. False if there
     is none."""
     groups = core.state.groups
-    for stage in groups.stages.at[place]:
-        if stage.number > after and core.decisions.ask(f"state {stage.name}", (view_group(group),), (bool,)):
-            groups.fire(group, stage.name)
+    for queue in groups.state_queues.at[place]:
+        if queue.number > after and core.decisions.ask(f"state {queue.name}", (view_group(group),), (bool,)):
+            groups.fire(group, queue.name)
             return True
     return False
 
 
-def put_back_in_stage(core: Core, name: str, group: Group) -> None:
+def put_back_in_state(core: Core, name: str, group: Group) -> None:
     """Let a group wait for the work of its state again."""
-    core.state.groups.stages.leave(name, group.id)
-    core.state.groups.stages.enter(name, group.id)
+    core.state.groups.state_queues.leave(name, group.id)
+    core.state.groups.state_queues.enter(name, group.id)
 
 
-def order_stage_work(core: Core) -> None:
+def order_state_work(core: Core) -> None:
     """Order the work of every state while it may have more in progress."""
     state = core.state
     groups = state.groups
     if not state.takes_work:
         return
-    for stage in groups.stages.by_name.values():
-        while stage.waiting and stage.working < stage.concurrency:
-            group = groups.live[groups.stages.next(stage)]
+    for queue in groups.state_queues.by_name.values():
+        while queue.waiting and queue.working < queue.concurrency:
+            group = groups.live[groups.state_queues.next(queue)]
             group.attempt += 1
-            core.state.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name))
+            core.state.orders.add(EnterState(group=group.id, attempt=group.attempt, state=queue.name))
 
 
-# facts
+# events
 
 
 def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
@@ -115,7 +115,7 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     if core.state.limits.straggler_factor is not None:
         measure_pace(core, group, replica, _attempt(core, event))
     group.failed_on = -1
-    if groups.stages.at[GENERATED]:
+    if groups.state_queues.at[GENERATED]:
         group.described, group.reward_mean = event.described, event.reward_mean
         if enter_added_state(core, group, GENERATED):
             return
@@ -127,18 +127,18 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     state = core.state
     groups = state.groups
     state.process(ADDED_STATES, 0).deaths = 0  # progress
-    group, stage = groups.live[event.group], groups.stages.by_name[event.state]
+    group, queue = groups.live[event.group], groups.state_queues.by_name[event.state]
     group.described = event.described or group.described
-    if stage.place == QUEUED:
+    if queue.place == QUEUED:
         group.prepared = True
-        if not enter_added_state(core, group, QUEUED, stage.number):
+        if not enter_added_state(core, group, QUEUED, queue.number):
             groups.fire(group, "prepare")
         return
     group.reward_mean = event.reward_mean
-    if enter_added_state(core, group, GENERATED, stage.number):
+    if enter_added_state(core, group, GENERATED, queue.number):
         return
     outcome = GroupGenerated(
-        group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.tokens,
+        group=group.id, attempt=group.attempt, replica=-1, life=-1, tokens=group.tokens,
         oldest_version=group.oldest_version, newest_version=group.newest_version,
         trainable=event.trainable, reward_mean=event.reward_mean, reward_spread=event.reward_spread,
         described=group.described,
@@ -152,7 +152,7 @@ def on_state_failed(core: Core, event: StateFailed) -> None:
     group = core.state.groups.live[event.group]
     core.state.ending.last_failure = event.reason
     if core.decisions.another_attempt(group, event.cause):
-        put_back_in_stage(core, event.state, group)
+        put_back_in_state(core, event.state, group)
     else:
         _give_up_group(core, group)
 
@@ -249,7 +249,7 @@ def _blame_replica(core: Core, replica: Replica, event: GroupFailed) -> None:
 
 
 def stop_replica(core: Core, replica: Replica, reason: str) -> None:
-    """Stop a replica that keeps failing; its next incarnation may succeed."""
+    """Stop a replica that keeps failing; its next life may succeed."""
     lose_replica(core, replica, reason)
     stop_process(core, replica.process, reason)
 

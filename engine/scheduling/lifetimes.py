@@ -26,13 +26,13 @@ def launch_replicas(core: Core, replicas: int) -> None:
 
 
 def start_process(core: Core, process: Process, **beginning: Any) -> None:
-    """Start the next incarnation of a process. One that takes turns waits until its pool has room. `beginning`: a
+    """Start the next life of a process. One that takes turns waits until its pool has room. `beginning`: a
     trainer's starting point, as fields of `StartProcess`."""
     process.delay_s = 0.0
     if process.state == "starting" and process.deaths:  # give the cause of the failed start time to pass
         process.delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(process.deaths - 1, 10))
     core.state.fire_process(process, "start" if process.state == "gone" else "restart")
-    process.incarnation += 1
+    process.life += 1
     process.excused, process.no_room = False, POOL_TAKEN if _takes_turns(core, process) else ""
     if not process.no_room:
         order_start(core, process, **beginning)
@@ -52,7 +52,7 @@ def _takes_turns(core: Core, process: Process) -> bool:
 
 
 def stop_process(core: Core, process: Process, reason: str, *, hung: bool = False) -> None:
-    """Stop a process. Its `ProcessLost` may start the next incarnation."""
+    """Stop a process. Its `ProcessLost` may start the next life."""
     if process.state not in ("starting", "up"):
         return
     core.state.fire_process(process, "stop")
@@ -62,7 +62,7 @@ def stop_process(core: Core, process: Process, reason: str, *, hung: bool = Fals
 
 
 def reset_process(core: Core, process: Process) -> None:
-    """The run continues with new processes: the old incarnation has ended, and the restart budget is reset."""
+    """The run continues with new processes: the old life has ended, and the restart budget is reset."""
     if process.state != "gone":
         core.state.fire_process(process, "end")
     process.deaths = process.trained = 0

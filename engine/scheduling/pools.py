@@ -166,7 +166,7 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
 def _completed_by(core: Core, step: Step) -> EventId:
     """The event of this tick that completed the last group of a batch; -1: the batch was complete before."""
     matched, groups = core.state.orders.matched.items(), {*step.groups}
-    last = (id for id, orders in matched for one in orders if one.subject in ("group", "stage") and one.id in groups)
+    last = (id for id, orders in matched for one in orders if one.subject in ("group", "state") and one.id in groups)
     return max(last, default=-1)
 
 

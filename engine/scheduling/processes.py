@@ -25,7 +25,7 @@ from engine.scheduling.steps import (
     beginning_of_trainer,
     delete_checkpoints,
     fail_publication,
-    fail_stage_work,
+    fail_state_work,
     fail_step,
     on_weights_stored,
     order_checkpoint,
@@ -63,7 +63,7 @@ def begin_processes(core: Core, replicas: int) -> None:
     added = [state.process(ADDED_STATES, 0)] if state.limits.added_states else []
     stores = [state.process(kind, 0) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)]
     for process in (state.process(TRAINER, 0), *scorers, *added, *stores):
-        process.incarnation += 1  # the launch has brought them up
+        process.life += 1  # the launch has brought them up
         state.fire_process(process, "up")
 
 
@@ -71,27 +71,27 @@ def begin_processes(core: Core, replicas: int) -> None:
 
 
 def is_repeated(core: Core, event: Event) -> bool:
-    """Whether an event is about an incarnation that has ended, or repeats what is known."""
+    """Whether an event is about a life that has ended, or repeats what is known."""
     if isinstance(event, ReplicaLeaves):
         replica = core.state.replicas.by_id.get(event.replica)
-        return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
+        return replica is None or replica.state == "down" or replica.life != event.life
     if isinstance(event, (CallsMeasured, CacheMeasured)):
         process = core.state.find_process(event.kind, event.index)
-        return process is None or process.state != "up" or process.incarnation != event.incarnation
+        return process is None or process.state != "up" or process.life != event.life
     if not isinstance(event, (ProcessUp, ProcessLost)):
         return False
     process = core.state.find_process(event.kind, event.index)
     if process is None:
         return False
-    if event.incarnation != process.incarnation:
-        return event.incarnation < process.incarnation
+    if event.life != process.life:
+        return event.life < process.life
     return process.state == "gone" or (isinstance(event, ProcessUp) and process.state != "starting")
 
 
 def on_up(core: Core, event: ProcessUp) -> None:
     process = _process_of(core, event)
-    if process.state in ("up", "stopping"):  # an older incarnation
-        _end_process(core, process, "a newer incarnation joined")
+    if process.state in ("up", "stopping"):  # an older life
+        _end_process(core, process, "a newer life joined")
     core.state.fire_process(process, "up")
     if event.kind == REPLICA:
         join_replica(core, core.state.replicas.by_id[event.index], event)
@@ -127,12 +127,12 @@ def on_lost(core: Core, event: ProcessLost) -> None:
 
 
 def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
-    """The process of an event. A newer incarnation than the known one withdraws the known one's start and stop."""
+    """The process of an event. A newer life than the known one withdraws the known one's start and stop."""
     process = core.state.process(event.kind, event.index)
-    if event.incarnation != process.incarnation:
+    if event.life != process.life:
         for subject in ("start", "stop"):
             core.state.orders.withdraw(subject, (event.kind, event.index))
-    process.incarnation, process.no_room, process.calls = event.incarnation, "", {}
+    process.life, process.no_room, process.calls = event.life, "", {}
     return process
 
 
@@ -256,5 +256,5 @@ def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], re
         elif isinstance(command, SaveCheckpoint):
             core.state.checkpoints.ordered = min(core.state.checkpoints.ordered, core.state.checkpoints.newest)
         elif isinstance(command, EnterState | InspectStep):
-            fail_stage_work(core, command, reason, charged=charged)
+            fail_state_work(core, command, reason, charged=charged)
     delete_checkpoints(core)  # those that the trainer was to delete

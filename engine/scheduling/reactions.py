@@ -1,8 +1,8 @@
-"""What starts work after the facts of a tick, in this order."""
+"""What starts work after the events of a tick, in this order."""
 
 from engine.scheduling.core import Core
 from engine.scheduling.departures import drain_replicas
-from engine.scheduling.groups import order_stage_work, start_groups
+from engine.scheduling.groups import order_state_work, start_groups
 from engine.scheduling.pools import lease_pools
 from engine.scheduling.processes import start_trainer_in_turn
 from engine.scheduling.steps import form_batches, set_deadline_timer
@@ -30,6 +30,6 @@ STARTS_WORK = (
     send_rows,
     start_groups,
     move_groups_off_slow_replicas,
-    order_stage_work,
+    order_state_work,
     set_deadline_timer,
 )

@@ -29,7 +29,7 @@ def on_run_resumed(core: Core, event: RunResumed) -> None:
     """Return the run to `event.steps` train steps and continue it. Raises: `InvariantViolated`."""
     state = core.state
     _require_possible(event, state)
-    state.groups.stages.put_back()
+    state.groups.state_queues.put_back()
     begin_validations_again(core, event.steps)
     state.orders.clear()
     _lose_replicas(core, event)

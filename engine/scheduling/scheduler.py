@@ -3,8 +3,8 @@
 Called by the driver for the events that have arrived, and by the replayer for those of a record. It never reads a
 clock, draws a random number, blocks or imports Ray. The same ticks always get the same answers.
 
-A tick first applies its events, the *facts*, in order: each is matched against the order book and handled. Handlers
-record facts and give the orders that need no choice. Then the *reactions* decide everything else, in the order of
+A tick first applies its events in order: each is matched against the order book and handled. Handlers
+change the state and give the orders that need no choice. Then the *reactions* decide everything else, in the order of
 `_react`.
 """
 
@@ -75,12 +75,12 @@ from engine.states.state import State
 from engine.states.view import View
 
 ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChanged, StopRequested)
-"""Facts that are ticks of their own."""
+"""Events that are ticks of their own."""
 GROUP_EVENTS = (
     GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, OrderProgressed, StateLeft, StateFailed,
     OrderDone, CallsMeasured, CacheMeasured,
 )  # fmt: skip
-"""Facts that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
+"""Events that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
 
 
 def _on_run_started(core: Core, event: RunStarted) -> None:
@@ -100,7 +100,7 @@ def _on_stop_requested(core: Core, event: StopRequested) -> None:
 
 def _on_rows_measured(core: Core, event: RowsMeasured) -> None:
     validation.on_rows_measured(core, event)
-    if core.state.limits.keep_best and event.validation not in core.state.validations.runs:
+    if core.state.limits.keep_best and event.validation not in core.state.validations.live:
         steps.delete_checkpoints(core)  # another checkpoint may be the best now
 
 
@@ -169,7 +169,7 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     RowsMeasured: _on_rows_measured,
     RowsFailed: validation.on_rows_failed,
 }
-"""The handler of each fact: it records the fact and gives the orders that need no choice."""
+"""The handler of each event: it changes the state, and gives the orders that need no choice."""
 
 TIMERS: Mapping[str, Callable[[Core], None]] = {
     DEADLINE: steps.act_on_stragglers,
@@ -196,7 +196,7 @@ REACTIONS: Sequence[Callable[[Core], None]] = (
     ending.finish_or_require_progress,
     groups.order_discards,
 )
-"""The reactions to the facts of a tick, in this order, until the run is over."""
+"""The reactions to the events of a tick, in this order, until the run is over."""
 
 
 def _outlasts(outcome: FinishRun, event: Event) -> bool:
@@ -230,13 +230,13 @@ class Scheduler:
         return self.decisions.policies
 
     def tick(self, events: Sequence[Event]) -> tuple[Command, ...]:
-        """Apply facts in order, decide what follows from them together, and return the orders. The facts have one time
-        and consecutive ids. Those after one that ends the run are left out; `facts` has the others.
+        """Apply events in order, decide what follows from them together, and return the commands. The events
+        have one time and consecutive ids. Those after one that ends the run are left out; `events` has the others.
 
-        A tick without facts orders nothing: the reactions have nothing more to do (law of ticks).
+        A tick without events orders nothing: the reactions have nothing more to do (law of ticks).
 
         Raises: `InvariantViolated` or `IllegalTransition` for a defect, `PolicyError` for a policy that raised or
-        decided something illegal. Do not use the state after that; `facts` ends with the fact whose handler raised.
+        decided something illegal. Do not use the state after that; `events` ends with the event whose handler raised.
         """
         state, orders = self.state, self.state.orders
         self._core.fired, orders.commands = {}, []
@@ -244,8 +244,8 @@ class Scheduler:
         if events:
             orders.matched = {}
         applied: list[Event] = []
-        self.facts: Sequence[Event] = applied
-        """The facts of the newest tick. Those after one that ended the run are not among them."""
+        self.events: Sequence[Event] = applied
+        """The events of the newest tick. Those after one that ended the run are not among them."""
         for event in events:
             if state.ending.outcome is not None and not _outlasts(state.ending.outcome, event):
                 break
@@ -264,7 +264,7 @@ class Scheduler:
         return tuple(orders.commands)
 
     def _apply(self, event: Event) -> None:
-        """Match a fact against the order book, and handle it. A stale echo changes nothing."""
+        """Match an event against the order book, and handle it. A stale echo changes nothing."""
         state, core = self.state, self._core
         state.now = event.at
         if processes.is_repeated(core, event) or not state.orders.match(event):
@@ -276,7 +276,7 @@ class Scheduler:
         HANDLERS[type(event)](core, event)
 
     def _react(self) -> None:
-        """React to the facts of a tick. Each reaction runs until it has nothing more to do."""
+        """React to the events of a tick. Each reaction runs until it has nothing more to do."""
         for react in REACTIONS:
             self.doing = react.__name__.lstrip("_")
             react(self._core)

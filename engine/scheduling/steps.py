@@ -24,7 +24,7 @@ from engine.events import (
 from engine.ids import NO_VERSION, GroupId, StepId, Version
 from engine.policies.built_in import DECISIONS
 from engine.scheduling.core import Core
-from engine.scheduling.groups import drop_group, on_state_failed, put_back_in_stage
+from engine.scheduling.groups import drop_group, on_state_failed, put_back_in_state
 from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step
 from engine.scheduling.pools import release_pools, scores_ahead
 from engine.scheduling.timers import cancel_timer, limit_timer, set_timer
@@ -211,7 +211,7 @@ def act_on_stragglers(core: Core) -> None:
 def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
     state = core.state
     for group in stragglers:
-        if group.state in state.groups.stages.by_name:
+        if group.state in state.groups.state_queues.by_name:
             continue  # it is generated already: there is nothing to truncate
         group.truncate = True
         replica = state.replicas.of_group(group.id)
@@ -350,7 +350,7 @@ def fail_inspection(core: Core, failed: InspectionFailed, *, charged: bool = Tru
     inspect_weights_again(core, failed.version, failed.state)
 
 
-def fail_stage_work(core: Core, order: EnterState | InspectStep, reason: str, *, charged: bool = True) -> None:
+def fail_state_work(core: Core, order: EnterState | InspectStep, reason: str, *, charged: bool = True) -> None:
     """An attempt to do the work of an added state has no answer. It counts only if `charged`."""
     about: dict[str, Any] = {"attempt": order.attempt, "state": order.state, "reason": reason}
     if isinstance(order, InspectStep):
@@ -360,7 +360,7 @@ def fail_stage_work(core: Core, order: EnterState | InspectStep, reason: str, *,
     if charged:
         on_state_failed(core, StateFailed(group=order.group, cause="infrastructure", **about))
     else:
-        put_back_in_stage(core, order.state, core.state.groups.live[order.group])
+        put_back_in_state(core, order.state, core.state.groups.live[order.group])
 
 
 def _take_published(core: Core, published: Version) -> None:

@@ -13,7 +13,7 @@ from engine.events import Event, OrderOverdue, SchedulerRecovered
 from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica
 from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
-from engine.scheduling.steps import fail_stage_work
+from engine.scheduling.steps import fail_state_work
 from engine.scheduling.validation import cut_rows
 from engine.states.order_times import record_of
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, RELATIONS, Order, owner_text
@@ -49,7 +49,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
                 if truncated is not None:
                     give_full_time(state, truncated)  # the same work
             continue
-        if order.subject in ("stage", "inspect") and (process := state.process_of(order.owner)) is not None:
+        if order.subject in ("state", "inspect") and (process := state.process_of(order.owner)) is not None:
             process.answered_at = state.now
         if type(event) in FAILURES or type(order.command) in PREPARES:
             continue
@@ -80,10 +80,10 @@ def on_overdue(core: Core, event: OrderOverdue) -> None:
         _park_overdue(core, order, f"an attempt exceeded its time limit of {limit}")
     elif order.subject == "rows":
         cut_rows(core, order, reason)
-    elif order.subject in ("stage", "inspect") and not _is_silent(core.state, order):
+    elif order.subject in ("state", "inspect") and not _is_silent(core.state, order):
         command: Any = order.command
         core.state.orders.withdraw(order.subject, order.id)  # its process keeps running; a late answer is a stale echo
-        fail_stage_work(core, command, reason[:REASON_LENGTH])
+        fail_state_work(core, command, reason[:REASON_LENGTH])
     elif order.subject == "stop":
         core.state.end_run("stopped", reason, again=True)
     elif core.state.process_of(order.owner) is None:  # the data source

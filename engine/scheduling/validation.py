@@ -19,27 +19,27 @@ REASON_LENGTH = 1000
 """Maximum length of a stored reason, in characters."""
 
 
-# facts
+# events
 
 
 def on_rows_measured(core: Core, event: RowsMeasured) -> None:
-    run, chunk = _subject(core, event)
+    validation, chunk = _subject(core, event)
     fits = 0 <= event.right <= event.measured <= chunk.count and _fits(event, chunk)
-    if event.version != run.version or not fits:
+    if event.version != validation.version or not fits:
         reason = (
-            f"its replica reported version {event.version} instead of {run.version}, or {event.measured} rows and "
-            f"{event.right} right ones of {chunk.count}"
+            f"its replica reported version {event.version} instead of {validation.version}, or {event.measured} rows "
+            f"and {event.right} right ones of {chunk.count}"
         )
-        _lose_attempt(core, run, chunk, reason)
+        _lose_attempt(core, validation, chunk, reason)
         return
-    core.state.validations.count(run, chunk, event)
-    if run.left:
+    core.state.validations.count(validation, chunk, event)
+    if validation.left:
         return
-    reason = next((chunk.reason[:REASON_LENGTH] for chunk in run.chunks if chunk.reason), "")
-    if run.measured:
-        _end_validation(core, run, "report", reason)
+    reason = next((chunk.reason[:REASON_LENGTH] for chunk in validation.chunks if chunk.reason), "")
+    if validation.measured:
+        _end_validation(core, validation, "report", reason)
     else:
-        _end_validation(core, run, "fail", ": ".join(filter(None, ("no row could be measured", reason))))
+        _end_validation(core, validation, "fail", ": ".join(filter(None, ("no row could be measured", reason))))
 
 
 def _fits(event: RowsMeasured, chunk: Chunk) -> bool:
@@ -60,28 +60,28 @@ def cut_rows(core: Core, order: Order, reason: str) -> None:
     """A chunk exceeded its time limit: its replica stops measuring, and all chunks there wait again. Only the
     overdue one is charged an attempt."""
     late: Any = order.command
-    run, replica = core.state.validations.runs[late.validation], core.state.replicas.by_id[late.replica]
-    core.state.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
+    validation, replica = core.state.validations.live[late.validation], core.state.replicas.by_id[late.replica]
+    core.state.orders.add(StopMeasuring(validation=validation.id, replica=replica.id, life=replica.life))
     for _, index in list(core.state.orders.of(replica.id, "rows")):
-        core.state.validations.put_back(run, run.chunks[index], failed=index == late.chunk)
-    run.reason = reason[:REASON_LENGTH]
+        core.state.validations.put_back(validation, validation.chunks[index], failed=index == late.chunk)
+    validation.reason = reason[:REASON_LENGTH]
 
 
-def _is_stopping(core: Core, run: Validation, replica: Replica) -> bool:
+def _is_stopping(core: Core, validation: Validation, replica: Replica) -> bool:
     """Whether a replica has not yet stopped measuring for a run. It would drop new chunks too."""
     stop: Any = core.state.orders.find("stop rows", replica.id)
-    return stop is not None and stop.command.validation == run.id
+    return stop is not None and stop.command.validation == validation.id
 
 
 def _subject(core: Core, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk]:
     """The run and the chunk of an answer."""
-    run = core.state.validations.runs[event.validation]
-    return run, run.chunks[event.chunk]
+    validation = core.state.validations.live[event.validation]
+    return validation, validation.chunks[event.chunk]
 
 
-def _lose_attempt(core: Core, run: Validation, chunk: Chunk, reason: str) -> None:
-    core.state.validations.put_back(run, chunk)
-    run.reason = reason[:REASON_LENGTH]
+def _lose_attempt(core: Core, validation: Validation, chunk: Chunk, reason: str) -> None:
+    core.state.validations.put_back(validation, chunk)
+    validation.reason = reason[:REASON_LENGTH]
 
 
 # orders
@@ -95,34 +95,34 @@ def reserve_replicas(core: Core) -> None:
     _queue_due(core, limits)
     if state.ending.draining:
         return  # a queued validation is measured after the resume
-    for run in list(state.validations.runs.values()):
-        _take_replicas(core, run, limits)
-        spent = _why_it_cannot(core, run, limits)
+    for validation in list(state.validations.live.values()):
+        _take_replicas(core, validation, limits)
+        spent = _why_it_cannot(core, validation, limits)
         if spent:
-            _end_validation(core, run, "fail", spent)
-        elif _in_conflict(core, run, limits):
+            _end_validation(core, validation, "fail", spent)
+        elif _in_conflict(core, validation, limits):
             reason = f"it kept every replica from version {state.training.latest_version}"
-            _end_validation(core, run, "cancel", reason)
+            _end_validation(core, validation, "cancel", reason)
         else:
             return
 
 
 def send_rows(core: Core) -> None:
     """Fill free slots of the replicas that the served run holds. Called before groups get the slots."""
-    state, run = core.state, core.state.validations.served
-    if run is None:
+    state, validation = core.state, core.state.validations.served
+    if validation is None:
         return
-    for id in run.replicas if run.waiting else ():
+    for id in validation.replicas if validation.waiting else ():
         replica, pool = state.replicas.by_id[id], state.pools.of_replica(id)
-        if replica.state != "ready" or replica.version != run.version:
+        if replica.state != "ready" or replica.version != validation.version:
             continue
-        if (pool is not None and pool.wanted) or _is_stopping(core, run, replica):
+        if (pool is not None and pool.wanted) or _is_stopping(core, validation, replica):
             continue
-        while run.waiting and state.replicas.for_chunks(replica) > 0:
-            if run.state == "queued":
-                run.started_at = state.now
-                state.validations.fire(run, "start")
-            _order_rows(core, run, run.take(), replica)
+        while validation.waiting and state.replicas.for_chunks(replica) > 0:
+            if validation.state == "queued":
+                validation.started_at = state.now
+                state.validations.fire(validation, "start")
+            _order_rows(core, validation, validation.take(), replica)
 
 
 def close_validations(core: Core) -> None:
@@ -140,11 +140,11 @@ def begin_validations_again(core: Core, steps: StepId) -> None:
     version is measured instead: it contains their steps, and usually the same weights. A validation of steps that
     are trained again is queued again with them."""
     state, books = core.state, core.state.validations
-    for run in list(books.runs.values()):
-        for id in list(run.replicas):
-            books.release(run, state.replicas.by_id[id])  # its process is gone, so no order to stop
-        again = "its steps are trained again" if run.steps > steps else "the next version is measured instead"
-        _cut_off(core, run, f"the run ended before the validation: {again}")
+    for validation in list(books.live.values()):
+        for id in list(validation.replicas):
+            books.release(validation, state.replicas.by_id[id])  # its process is gone, so no order to stop
+        again = "its steps are trained again" if validation.steps > steps else "the next version is measured instead"
+        _cut_off(core, validation, f"the run ended before the validation: {again}")
     books.owed |= 0 <= books.interrupted <= steps
     books.interrupted, books.closing = -1, False
     if state.limits.validation is not None:
@@ -153,14 +153,14 @@ def begin_validations_again(core: Core, steps: StepId) -> None:
 
 def cancel_validations(core: Core, reason: str) -> None:
     """Cancel all validations, because the run ends."""
-    for run in list(core.state.validations.runs.values()):
-        _cut_off(core, run, reason)
+    for validation in list(core.state.validations.live.values()):
+        _cut_off(core, validation, reason)
 
 
-def _cut_off(core: Core, run: Validation, reason: str) -> None:
+def _cut_off(core: Core, validation: Validation, reason: str) -> None:
     known = core.state.validations.interrupted
-    core.state.validations.interrupted = run.steps if known < 0 else min(known, run.steps)
-    _end_validation(core, run, "cancel", reason)
+    core.state.validations.interrupted = validation.steps if known < 0 else min(known, validation.steps)
+    _end_validation(core, validation, "cancel", reason)
 
 
 # deciding
@@ -178,78 +178,81 @@ def _queue_due(core: Core, limits: ValidationLimits) -> None:
 
 
 def _queue_validation(core: Core, version: Version, limits: ValidationLimits) -> None:
-    for run in [run for run in core.state.validations.runs.values() if run.state == "queued"]:
-        _end_validation(core, run, "cancel", f"superseded by version {version} before it started")
+    for validation in [
+        validation for validation in core.state.validations.live.values() if validation.state == "queued"
+    ]:
+        _end_validation(core, validation, "cancel", f"superseded by version {version} before it started")
     steps = core.state.training.steps_in[version]
     core.state.validations.queue(version, steps, limits, core.state.now)
 
 
-def _take_replicas(core: Core, run: Validation, limits: ValidationLimits) -> None:
+def _take_replicas(core: Core, validation: Validation, limits: ValidationLimits) -> None:
     """Hold as many replicas as allowed: first those that have its version, then those that can install it."""
-    if not run.waiting:
+    if not validation.waiting:
         return
     present = [r for r in core.state.replicas.by_id.values() if r.validator == limits.own and r.present]
     most = len(present) if limits.own or core.state.validations.closing else limits.replicas
-    fit = [r for r in present if r.id not in run.replicas and r.heading <= run.version]
-    fit.sort(key=lambda r: (r.version != run.version, r.heading != run.version, r.id))
-    for replica in fit[: max(0, most - len(run.replicas))]:
-        core.state.validations.hold(run, replica)
+    fit = [r for r in present if r.id not in validation.replicas and r.heading <= validation.version]
+    fit.sort(key=lambda r: (r.version != validation.version, r.heading != validation.version, r.id))
+    for replica in fit[: max(0, most - len(validation.replicas))]:
+        core.state.validations.hold(validation, replica)
 
 
-def _why_it_cannot(core: Core, run: Validation, limits: ValidationLimits) -> str:
+def _why_it_cannot(core: Core, validation: Validation, limits: ValidationLimits) -> str:
     """Why a validation must fail; empty if it need not."""
     attempts = core.state.limits.infrastructure_attempts
-    if run.refused >= attempts:
-        return f"{run.refused} replicas could not install version {run.version}"
-    if run.worst >= attempts:
+    if validation.refused >= attempts:
+        return f"{validation.refused} replicas could not install version {validation.version}"
+    if validation.worst >= attempts:
         return (
-            f"{run.worst} attempts at the same rows failed; last error: {run.reason or core.state.ending.last_failure}"
+            f"{validation.worst} attempts at the same rows failed; "
+            f"last error: {validation.reason or core.state.ending.last_failure}"
         )
-    if run.replicas or not run.waiting:
+    if validation.replicas or not validation.waiting:
         return ""
     kind = [replica for replica in core.state.replicas.by_id.values() if replica.validator == limits.own]
-    if any(r.coming or (r.state != "down" and r.version <= run.version) for r in kind):
+    if any(r.coming or (r.state != "down" and r.version <= validation.version) for r in kind):
         return ""
     if len(kind) < (limits.replicas if limits.own else 1):
         return ""
-    return f"no replica is left that has or can install version {run.version}"
+    return f"no replica is left that has or can install version {validation.version}"
 
 
-def _in_conflict(core: Core, run: Validation, limits: ValidationLimits) -> bool:
+def _in_conflict(core: Core, validation: Validation, limits: ValidationLimits) -> bool:
     """Whether the validation keeps every replica from a newer version although `conflict` is `cancel`."""
-    if limits.own or limits.conflict != "cancel" or run.version == core.state.training.latest_version:
+    if limits.own or limits.conflict != "cancel" or validation.version == core.state.training.latest_version:
         return False
     left = core.state.rollouts_left
-    return 0 < left == len(run.replicas)
+    return 0 < left == len(validation.replicas)
 
 
 # telling
 
 
-def _rate_checkpoint(core: Core, run: Validation) -> None:
+def _rate_checkpoint(core: Core, validation: Validation) -> None:
     """Compute the figures of a validation, and note the one by which the best checkpoint is kept."""
     limits = core.state.limits
     assert limits.validation is not None
-    run.evaluate(limits.validation.measured_sets)
-    value = run.rating(limits.keep_best, limits.keep_best_mode) if limits.keep_best else None
+    validation.evaluate(limits.validation.measured_sets)
+    value = validation.rating(limits.keep_best, limits.keep_best_mode) if limits.keep_best else None
     if value is not None:
-        core.state.checkpoints.rate(run.steps, value)
+        core.state.checkpoints.rate(validation.steps, value)
 
 
-def _order_rows(core: Core, run: Validation, chunk: Chunk, replica: Replica) -> None:
+def _order_rows(core: Core, validation: Validation, chunk: Chunk, replica: Replica) -> None:
     core.state.orders.add(
-        MeasureRows(validation=run.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
-                    incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count)
+        MeasureRows(validation=validation.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
+                    life=replica.life, version=validation.version, first=chunk.first, count=chunk.count)
     )  # fmt: skip
 
 
-def _end_validation(core: Core, run: Validation, trigger: str, reason: str) -> None:
-    run.reason = reason
-    run.ended_at = core.state.now
+def _end_validation(core: Core, validation: Validation, trigger: str, reason: str) -> None:
+    validation.reason = reason
+    validation.ended_at = core.state.now
     if trigger == "report":
-        _rate_checkpoint(core, run)
-    for id in run.replicas:
+        _rate_checkpoint(core, validation)
+    for id in validation.replicas:
         replica = core.state.replicas.by_id[id]
         if core.state.replicas.measuring(replica):
-            core.state.orders.add(StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation))
-    core.state.validations.fire(run, trigger)
+            core.state.orders.add(StopMeasuring(validation=validation.id, replica=id, life=replica.life))
+    core.state.validations.fire(validation, trigger)

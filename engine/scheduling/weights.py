@@ -100,13 +100,13 @@ def on_sync_failed(core: Core, event: SyncFailed) -> None:
 
 
 def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None:
-    """A replica has spent its install budget: stop it, so that its next incarnation can try. A version that no
+    """A replica has spent its install budget: stop it, so that its next life can try. A version that no
     replica can install ends the run."""
     state = core.state
     reason = f"version {event.version} could not be installed; last error: {event.reason}"
-    run = state.validations.holding(replica)
-    if run is not None:
-        run.refused += 1
+    validation = state.validations.holding(replica)
+    if validation is not None:
+        validation.refused += 1
     stop_replica(core, replica, reason)
     version = state.training.versions.get(event.version)
     if version is None or replica.validator or state.validations.closing:
@@ -197,7 +197,7 @@ def _pause_replica(core: Core, replica: Replica) -> None:
 
 def _retire_versions(core: Core, latest: Version) -> None:
     state = core.state
-    needed = {run.version for run in state.validations.runs.values()}
+    needed = {validation.version for validation in state.validations.live.values()}
     needed.update(replica.next_version for replica in state.replicas.by_id.values() if replica.next_version)
     for id in list(state.training.versions):
         if id < latest and id not in needed:

@@ -1,7 +1,7 @@
 """The books of a run, kept from its events and commands only. `run_ledger.RunLedger` judges the run by them.
 
 They share no code with the scheduler and its state; of `Limits` they read only fields. They must never read a state,
-and never judge. An event about an attempt or a life that has ended is no fact and changes nothing.
+and never judge. An event about an attempt or a life that has ended changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from engine.states.limits import QUEUED, Limits
 WORK: dict[type[c.Command], tuple[str, ...]] = {
     c.StartGroup: ("generate", "group"), c.ResumeGroup: ("generate", "group"), c.ParkGroup: ("park", "group"),
     c.StageWeights: ("sync", "replica"), c.PauseReplica: ("sync", "replica"), c.InstallWeights: ("sync", "replica"),
-    c.EnterState: ("stage", "group"), c.InspectStep: ("inspect", "version", "step"),
+    c.EnterState: ("state", "group"), c.InspectStep: ("inspect", "version", "step"),
     c.ScoreBatch: ("score", "step", "task"), c.TrainStep: ("train", "step"),
     c.PublishWeights: ("publish", "version"), c.SaveCheckpoint: ("save", "steps"),
     c.DeleteCheckpoint: ("delete", "steps"),
@@ -47,7 +47,7 @@ SLACK_S = 0.002
 """Tolerance for sums of seconds."""
 REPORTS = (e.PrefixStored, e.OrderProgressed)
 """Events that leave their order open."""
-IDENTITY = ("step", "attempt", "replica", "incarnation", "version", "state")
+IDENTITY = ("step", "attempt", "replica", "life", "version", "state")
 """An event answers an order for the same work if they agree on these fields, where both have them."""
 
 
@@ -174,7 +174,7 @@ class RunBooks:
         self.begin_tick()
 
     def begin_tick(self) -> None:
-        self.facts: list[e.Event] = []
+        self.events: list[e.Event] = []
 
     def out_of_the_way(self, replica: int) -> bool:
         """Whether a replica takes up nothing of its pool: it sleeps, is gone, or waits for room to start."""
@@ -183,12 +183,12 @@ class RunBooks:
         return process.stage == "gone" or (process.stage == "up" and asleep) or process.waits
 
     def knows(self, *kinds: type[e.Event]) -> bool:
-        """Whether a fact of this tick is of one of these kinds."""
-        return any(isinstance(event, kinds) for event in self.facts)
+        """Whether an event of this tick is of one of these kinds."""
+        return any(isinstance(event, kinds) for event in self.events)
 
     def loses(self, kind: str, index: int) -> bool:
         """Whether a process was lost in this tick."""
-        return any(isinstance(x, e.ProcessLost) and (x.kind, x.index) == (kind, index) for x in self.facts)
+        return any(isinstance(x, e.ProcessLost) and (x.kind, x.index) == (kind, index) for x in self.events)
 
     def process(self, kind: str, index: int = 0) -> ProcessBook:
         return self.processes.setdefault((kind, index), ProcessBook())
@@ -231,16 +231,16 @@ class RunBooks:
         every = self.limits.keep_checkpoints_every
         return [s for s in sorted(self.saved)[: -self.limits.keep_checkpoints] if not every or s % every]
 
-    # facts
+    # events
 
     def learn(self, event: Any) -> None:
-        """Enter an event, if it is a fact."""
+        """Enter an event, unless it changes nothing."""
         if self.over and not isinstance(event, e.RunResumed):
             return
         self.now = event.at
         orders = self._answered(event)
         if orders or type(event) not in ANSWERS:
-            self.facts.append(event)
+            self.events.append(event)
             self._learn(event, orders)
 
     def _answered(self, event: Any) -> list[Any]:
@@ -273,7 +273,7 @@ class RunBooks:
                 self._learn_of_progress(orders[0])
             case e.ProcessWaits():
                 process = self.process(event.kind, event.index)
-                process.waits = bool(event.reason) and process.stage == "starting" and process.life == event.incarnation
+                process.waits = bool(event.reason) and process.stage == "starting" and process.life == event.life
             case e.StateLeft() if event.state not in self.limits.states_at(QUEUED):
                 self.groups[event.group].ready = True
             case e.StateFailed():
@@ -305,7 +305,7 @@ class RunBooks:
                 self._learn_of_run(event)
 
     def _learn_of_run(self, event: Any) -> None:
-        """Enter a fact that users or the launching process report."""
+        """Enter an event that users or the launching process report."""
         match event:
             case e.RunStarted() if not self.processes:
                 self._launch()
@@ -319,7 +319,7 @@ class RunBooks:
                 self.drain = self.drain or event.reason
             case e.ReplicaLeaves():
                 replica = self.process("replica", event.replica)
-                replica.excused |= replica.life == event.incarnation
+                replica.excused |= replica.life == event.life
             case e.ReplicasWanted():
                 for (kind, index), process in self.processes.items():
                     process.wanted = kind != "replica" or index < event.replicas
@@ -385,8 +385,8 @@ class RunBooks:
     def _learn_of_life(self, event: Any) -> None:
         process, comes_up = self.process(event.kind, event.index), isinstance(event, e.ProcessUp)
         known = process.stage == "gone" or (comes_up and process.stage != "starting")
-        if event.incarnation < process.life or (event.incarnation == process.life and known):
-            self.facts.pop()
+        if event.life < process.life or (event.life == process.life and known):
+            self.events.pop()
             return
         if event.kind == "trainer" and not comes_up:
             self._learn_of_lost_reports(event)
@@ -395,7 +395,7 @@ class RunBooks:
         failed = process.stage == "starting" and not comes_up and not process.leaves
         again = process.stillborn if process.trained == self.trained else 0
         self.processes[event.kind, event.index] = ProcessBook(
-            life=event.incarnation,
+            life=event.life,
             stage="up" if comes_up else "gone",
             wanted=process.wanted,
             stillborn=again + 1 if failed else 0,
@@ -420,9 +420,9 @@ class RunBooks:
                 self._fail(order.group)
             self.open["sync"].pop((index,), None)
         elif kind == "added states":
-            for (id,) in self.open["stage"]:
+            for (id,) in self.open["state"]:
                 self._fail(id)
-            self.open["stage"].clear()
+            self.open["state"].clear()
             self.open["inspect"].clear()
         elif kind in ("trainer", "scorer"):
             apart = [task for tasks in self._scorers for task in tasks]
@@ -477,7 +477,7 @@ class RunBooks:
 
     def enter(self, command: Any) -> None:
         """Enter a command."""
-        if isinstance(command, c.EnterState) and (command.group,) in self.open["stage"]:
+        if isinstance(command, c.EnterState) and (command.group,) in self.open["state"]:
             self._fail(command.group)  # its work exceeded its time limit
         if type(command) in WORK:
             work, *names = WORK[type(command)]
@@ -500,7 +500,7 @@ class RunBooks:
                 for id in command.groups:
                     self.discarded[id] = self.trained
                     self.groups.pop(id, None)
-                    self.open["stage"].pop((id,), None)
+                    self.open["state"].pop((id,), None)
                 self.unread = {step for step in self.unread if not self.discarded.keys() >= {*self.batches[step]}}
             case c.ScoreBatch() | c.TrainStep():
                 self.batches[command.step] = command.groups
@@ -532,8 +532,8 @@ class RunBooks:
 
     def _enter_life(self, command: Any, process: ProcessBook) -> None:
         if isinstance(command, c.StartProcess):
-            if command.incarnation != process.life:  # otherwise this tick heard that the life is up
-                process.life, process.stage, process.loads = command.incarnation, "starting", command.version
+            if command.life != process.life:  # otherwise this tick heard that the life is up
+                process.life, process.stage, process.loads = command.life, "starting", command.version
             process.excused = False
             if not self.loses(command.kind, command.index):
                 process.stillborn = 0

@@ -17,8 +17,8 @@ from engine.states.limits import Limits, Pool
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Seconds that a start waits after a failed one; doubled each time."""
 ROUNDING = 1e-9
-GROUP_FACTS = (e.GroupGenerated, e.GroupAborted, e.PrefixStored, e.OrderProgressed, e.PromptsDrawn)
-"""Facts that make nothing superfluous."""
+HARMLESS_EVENTS = (e.GroupGenerated, e.GroupAborted, e.PrefixStored, e.OrderProgressed, e.PromptsDrawn)
+"""Events that make nothing superfluous."""
 
 
 class Finding(EngineError):
@@ -43,11 +43,11 @@ class RunLedger:
         self.worst_staleness = -1
 
     def observe(self, events: Sequence[e.Event], commands: Sequence[c.Command]) -> None:
-        """Check one tick: facts, and the commands that followed. Raises: `Finding`."""
+        """Check one tick: events, and the commands that followed. Raises: `Finding`."""
         self.books.begin_tick()
         self.end = next((command for command in commands if isinstance(command, c.FinishRun)), None)
-        facts = {event.id for event in events if not isinstance(event, e.TimerFired)}  # timers act behind all facts
-        stops = [command for command in commands if isinstance(command, c.StopProcess) and command.cause in facts]
+        ids = {event.id for event in events if not isinstance(event, e.TimerFired)}  # timers act behind all events
+        stops = [command for command in commands if isinstance(command, c.StopProcess) and command.cause in ids]
         for event in events:
             if isinstance(event, e.RunResumed) and not event.kept:
                 self.repeats_what_is_lost(event)
@@ -65,12 +65,12 @@ class RunLedger:
             self.owes_the_end_of_what_is_refused()
             self.owes_the_discard_of_aborted_groups(commands)
             self.owes_a_version_and_a_checkpoint()
-            if not all(isinstance(fact, GROUP_FACTS) for fact in self.books.facts):
+            if not all(isinstance(event, HARMLESS_EVENTS) for event in self.books.events):
                 self.owes_room()
 
     def _expect(self, holds: bool, what: str, about: object = "") -> None:
         if not holds:
-            raise Finding(f"correctness: {what}; {about or self.books.facts}")
+            raise Finding(f"correctness: {what}; {about or self.books.events}")
 
     # groups
 
@@ -79,7 +79,7 @@ class RunLedger:
         only while the staleness bound leaves a place."""
         books = self.books
         replica, group = books.process("replica", command.replica), books.groups.get(command.group)
-        able = replica.stage == "up" and replica.life == command.incarnation and not replica.pause
+        able = replica.stage == "up" and replica.life == command.life and not replica.pause
         self._expect(able and books.drain is None, "a group starts on a replica that cannot run it", command)
         ended = command.group in books.discarded or command.group in books.taken or (group is not None and group.ready)
         self._expect(not ended, "a group starts that has ended", command)
@@ -153,7 +153,7 @@ class RunLedger:
         books, group = self.books, self.books.groups[id]
         filtered = group.ready and books.policies.get("filter", "none") != "none"
         empty = group.truncated and group.newest == NO_VERSION
-        late = (id,) in books.open["stage"] and books.knows(e.TimerFired)
+        late = (id,) in books.open["state"] and books.knows(e.TimerFired)
         return group.failed or filtered or empty or late or books.limits.over_sample > 0 or self._has_waited(id)
 
     # train steps
@@ -295,12 +295,12 @@ class RunLedger:
 
     def waits_after_a_failed_start(self, command: c.StartProcess) -> None:
         process = self.books.process(command.kind, command.index)
-        named = (command.kind, command.index, command.incarnation)
+        named = (command.kind, command.index, command.life)
         up_now = any(  # brought up by a launch, and heard of in the tick that orders it
-            isinstance(fact, e.ProcessUp) and (fact.kind, fact.index, fact.incarnation) == named
-            for fact in self.books.facts
+            isinstance(event, e.ProcessUp) and (event.kind, event.index, event.life) == named
+            for event in self.books.events
         )
-        self._expect(command.incarnation > process.life or up_now, "a life starts twice", command)
+        self._expect(command.life > process.life or up_now, "a life starts twice", command)
         if process.stillborn and self.books.loses(command.kind, command.index):
             delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (process.stillborn - 1))
             self._expect(command.delay_s >= delay_s, f"starts failed, so the next one waits {delay_s:g} s", command)
@@ -346,7 +346,7 @@ class RunLedger:
 
     def owes_the_end_of_what_is_refused(self) -> None:
         """A run ends when a batch or weights are refused."""
-        refused = [fact for fact in self.books.facts if isinstance(fact, e.StepInspected) and fact.refused]
+        refused = [event for event in self.books.events if isinstance(event, e.StepInspected) and event.refused]
         self._expect(not refused, "the run continues with what was refused", refused)
 
     def owes_the_discard_of_aborted_groups(self, commands: Sequence[c.Command]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from engine.commands import MeasureRows, ResumeGroup, StartGroup
 from engine.events import Event
-from engine.ids import Incarnation, StepId, Version
+from engine.ids import LifeNumber, StepId, Version
 from engine.runtime.local.local_processes import WORKERS, LocalProcess, LocalStore, LocalTrajectories, LocalWeights
 from engine.runtime.process_port import Key, Life, SentOrder, Sign
 from engine.runtime.trajectory_service import Waits
@@ -144,15 +144,15 @@ class VirtualProcesses:
         self._report = report
         self._launched = launched
         self.newest: dict[Key, VirtualProcess] = {}
-        """The newest incarnation of each process."""
+        """The newest life of each process."""
 
-    def make(self, kind: str, index: int, incarnation: Incarnation) -> VirtualProcess:
+    def make(self, kind: str, index: int, life: LifeNumber) -> VirtualProcess:
         outbox, waits = VirtualChannel(self._dice, self._emit), Waits()
         peers = Peers(
             trajectories=self._trajectories, weights=self._weights, report=self._report,
             emit=lambda event: self._send(process, outbox, event), ask_trainer=partial(self._ask_trainer, waits),
         )  # fmt: skip
-        worker = WORKERS[kind](self._plan, index, incarnation, peers)
+        worker = WORKERS[kind](self._plan, index, life, peers)
         process = VirtualProcess(worker, waits, self._dice, self._launched())
         self.newest[kind, index] = process
         return process

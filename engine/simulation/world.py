@@ -386,7 +386,7 @@ class World:
         self.supervisor.stop_watching()
         self.scheduler = self.driver.scheduler = scheduler or self.scheduler
         alive = {
-            (source_of(kind, index), process.incarnation): process
+            (source_of(kind, index), process.number): process
             for (kind, index), process in self.processes.newest.items()
             if not process.dead
         }
@@ -396,7 +396,7 @@ class World:
         self.supervisor.recover()
 
     def process(self, kind: str, index: int = 0) -> VirtualProcess:
-        """The newest incarnation of a process."""
+        """The newest life of a process."""
         return self.processes.newest[kind, index]
 
     @property

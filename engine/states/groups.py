@@ -16,7 +16,7 @@ from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, RUNNING, UNR
 from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Moves, Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
-from engine.states.stage_queues import Stages
+from engine.states.state_queues import StateQueues
 from engine.states.training import Training
 
 PHASES = tuple(Phase)
@@ -29,7 +29,7 @@ class Groups:
     """Groups that no step has trained on and that were not released."""
     ready: dict[GroupId, None]
     """Those that a step may take, in the order they became ready."""
-    stages: Stages
+    state_queues: StateQueues
     ledger: Ledger
     exhausted: bool = False
     """The source has no more prompts."""
@@ -47,7 +47,7 @@ class Groups:
         self._training, self._checkpoints = training, checkpoints
         self.live, self.ready, self.ledger = {}, {}, Ledger()
         self.loosest = limits.max_staleness_steps
-        self.stages = Stages(limits.added_states, orders)
+        self.state_queues = StateQueues(limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
         self.machine = SharedMachine(table, moves, observe)
         self._phases = {state: int(phase) for state, phase in (table.phases or {}).items()}
@@ -100,7 +100,7 @@ class Groups:
         consumed, released, live = tuple(consumed), tuple(released), self.live
         self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
         self.ready.clear()
-        self.stages.clear()
+        self.state_queues.clear()
         for id, before in live.items():
             group = self.live[id]
             group.attempt, group.exceeded = before.attempt, before.exceeded
@@ -143,7 +143,7 @@ class Groups:
     def _leave_waiting(self, group: Group, before: str) -> None:
         """`start_groups` removes the first group in `waiting` itself."""
         if before != QUEUED:
-            self.stages.leave(before, group.id)
+            self.state_queues.leave(before, group.id)
         elif self._phases[group.state] == WAITING:
             self.waiting.remove(group.id)
 
@@ -152,7 +152,7 @@ class Groups:
         if group.state == QUEUED:
             insort(self.waiting, group.id)
         else:
-            self.stages.enter(group.state, group.id)
+            self.state_queues.enter(group.state, group.id)
 
     def _leave_running(self, group: Group, before: str) -> None:
         if group.finished:
@@ -163,7 +163,7 @@ class Groups:
         if before == "aborted":
             del self.parked[group.id]
         else:
-            self.stages.leave(before, group.id)
+            self.state_queues.leave(before, group.id)
 
     def _leave_ready(self, group: Group, before: str) -> None:
         del self.ready[group.id]
@@ -172,7 +172,7 @@ class Groups:
         if group.state == "aborted":
             self.parked[group.id] = None
         else:
-            self.stages.enter(group.state, group.id)
+            self.state_queues.enter(group.state, group.id)
 
     def _enter_ready(self, group: Group) -> None:
         self.ready[group.id] = None

@@ -14,7 +14,7 @@ from engine.states.group import Group
 from engine.states.ledger import STARTED
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.machine import Phase
-from engine.states.orders import stage_owner
+from engine.states.orders import state_owner
 from engine.states.pool import ROLLOUT
 from engine.states.process import POOL_TAKEN
 from engine.states.state import State
@@ -105,7 +105,7 @@ def check_all(state: State) -> None:
     check_validations(state)
     if state.ending.outcome is None:
         check_processes(state)
-        check_stages(state)
+        check_added_states(state)
         check_pools(state)
 
 
@@ -191,7 +191,9 @@ def _check_orders_of_steps(state: State) -> None:
 
 def _check_orders_of_validations(state: State) -> None:
     """A validation measures rows only on the replicas that it holds."""
-    held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
+    held = {
+        (validation.id, replica) for validation in state.validations.live.values() for replica in validation.replicas
+    }
     busy = {(validation, order.owner) for (validation, _), order in state.orders.open["rows"].items()}
     require(busy <= held, "law 10: rows are measured on a replica that is not held", replicas=busy - held)
 
@@ -204,7 +206,7 @@ def _check_owners(state: State) -> None:
         require(number == order.number, "law 10: a command has another number than its order", order=order.number)
         if isinstance(order.owner, int) and order.subject not in ("start", "stop"):
             replica = state.replicas.by_id[order.owner]
-            lost = replica.state == "down" or replica.incarnation != command.incarnation
+            lost = replica.state == "down" or replica.life != command.life
             require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
 
 
@@ -249,15 +251,15 @@ def check_processes(state: State) -> None:
         )  # fmt: skip
 
 
-def check_stages(state: State) -> None:
+def check_added_states(state: State) -> None:
     """Every group in an added state waits there or is worked on, once, and no more are worked on than may be."""
-    stages = state.groups.stages
-    for name, stage in stages.by_name.items():
+    queues = state.groups.state_queues
+    for name, queue in queues.by_name.items():
         there = {group.id for group in state.groups.live.values() if group.state == name}
-        ordered = state.orders.of(stage_owner(name), "stage").keys()
-        require(not stage.waiting.keys() & ordered, "law 1: a group is in a state twice", state=name)
-        require(there == {*stage.waiting, *ordered}, "law 1: a group is lost in an added state", state=name)
-        require(stage.working <= stage.concurrency, "law 2: a state works on more than it may", state=name)
+        ordered = state.orders.of(state_owner(name), "state").keys()
+        require(not queue.waiting.keys() & ordered, "law 1: a group is in a state twice", state=name)
+        require(there == {*queue.waiting, *ordered}, "law 1: a group is lost in an added state", state=name)
+        require(queue.working <= queue.concurrency, "law 2: a state works on more than it may", state=name)
 
 
 def check_pools(state: State) -> None:
@@ -298,29 +300,39 @@ def check_validations(state: State) -> None:
     """A version is kept while a validation waits for it, each row counts once, and no other replica is delayed."""
     training = state.training
     books, replicas = state.validations, state.replicas.by_id
-    for run in books.runs.values():
+    for validation in books.live.values():
         require(
-            run.version in training.versions,
+            validation.version in training.versions,
             "a version is retired while a validation of it waits",
-            version=run.version,
+            version=validation.version,
         )
         require(
-            run is books.served or not run.replicas, "a validation holds replicas before its turn", validation=run.id
+            validation is books.served or not validation.replicas,
+            "a validation holds replicas before its turn",
+            validation=validation.id,
         )
-        done = sum(chunk.count for chunk in run.chunks if chunk.done)
-        require(0 <= run.right <= run.measured <= done, "more rows are counted than were measured", validation=run.id)
-        waits = set(run.waiting)
-        measuring = [order for (of, _), order in state.orders.open["rows"].items() if of == run.id]
+        done = sum(chunk.count for chunk in validation.chunks if chunk.done)
+        require(
+            0 <= validation.right <= validation.measured <= done,
+            "more rows are counted than were measured",
+            validation=validation.id,
+        )
+        waits = set(validation.waiting)
+        measuring = [order for (of, _), order in state.orders.open["rows"].items() if of == validation.id]
         measured = {order.id[1]: replicas[int(order.owner)] for order in measuring}
-        for chunk in run.chunks:
+        for chunk in validation.chunks:
             places = chunk.done + (chunk.index in measured) + (chunk.index in waits)
             require(places == 1, "a chunk of a validation is lost or in two places", chunk=chunk.index)
         for index, replica in measured.items():
-            require(replica.version == run.version, "rows are measured under another version", chunk=index)
-        require(run.left == sum(not c.done for c in run.chunks), "a validation's books differ", validation=run.id)
-        for id in run.replicas:
+            require(replica.version == validation.version, "rows are measured under another version", chunk=index)
+        require(
+            validation.left == sum(not c.done for c in validation.chunks),
+            "a validation's books differ",
+            validation=validation.id,
+        )
+        for id in validation.replicas:
             require(replicas[id].state != "down", "a validation holds a replica that is down", replica=id)
-            require(replicas[id].heading <= run.version, "a held replica leaves its version", replica=id)
+            require(replicas[id].heading <= validation.version, "a held replica leaves its version", replica=id)
     for replica in replicas.values():
         installs = replica.state == "ready" and not replica.validator and state.ending.outcome is None
         if installs and books.holding(replica) is None:

@@ -66,10 +66,10 @@ def record_of(state: State, order: Order) -> CountsExceeded | None:
     command: Any = order.command
     found: CountsExceeded | None = None
     match order.subject:
-        case "group" | "truncate" | "stage":
+        case "group" | "truncate" | "state":
             found = state.groups.live.get(command.group)
         case "rows":
-            found = state.validations.runs[command.validation].chunks[command.chunk]
+            found = state.validations.live[command.validation].chunks[command.chunk]
         case "sync" | "resume":
             found = state.replicas.by_id[command.replica]
         case "start":

@@ -132,7 +132,7 @@ class Relation:
         return event in self.answers or event in self.reports
 
 
-_ON_REPLICA = ("replica", "incarnation")
+_ON_REPLICA = ("replica", "life")
 _PROCESS = ("kind", "index")
 _PROGRESS = (OrderProgressed,)
 _GROUP = Relation(
@@ -154,7 +154,7 @@ def _cut(subject: str, limit: str, *, blames_process: bool) -> Relation:
 def _sync(*answers: type[Event]) -> Relation:
     """A replica has one sync order at a time: a pause for another reason replaces the open staging order."""
     return Relation(
-        subject="sync", id=("replica",), owner="replica", echo=("incarnation", "attempt"), limit="sync",
+        subject="sync", id=("replica",), owner="replica", echo=("life", "attempt"), limit="sync",
         answers=(*answers, SyncFailed), stands_still=False,
     )  # fmt: skip
 
@@ -179,10 +179,10 @@ RELATIONS: dict[type[Command], Relation] = {
     PauseReplica: _sync(ReplicaPaused),
     InstallWeights: _sync(WeightsInstalled),
     ResumeReplica: _acknowledged("resume", ("replica",), "replica", "resume", stands_still=False),
-    StartProcess: Relation(subject="start", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
+    StartProcess: Relation(subject="start", id=_PROCESS, owner="kind", echo=("life",), limit="start",
                            stands_still=False,
                            answers=(ProcessUp, ProcessLost), reports=(ProcessWaits, OrderProgressed)),
-    StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
+    StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("life",), limit="start",
                           blames_process=False, stands_still=False, answers=(ProcessLost,)),
     RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE, "store"),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
@@ -198,10 +198,10 @@ RELATIONS: dict[type[Command], Relation] = {
     MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
                           answers=(RowsMeasured, RowsFailed), reports=_PROGRESS, limit="rows", blames_process=False),
     StopMeasuring: _acknowledged("stop rows", ("replica",), "replica", "cut"),
-    EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
-                         answers=(StateLeft, StateFailed), limit="stage"),
+    EnterState: Relation(subject="state", id=("group",), owner="state", echo=("attempt", "state"),
+                         answers=(StateLeft, StateFailed), limit="state"),
     InspectStep: Relation(subject="inspect", id=("version", "step"), owner="state", echo=("attempt", "state"),
-                          answers=(StepInspected, InspectionFailed), limit="stage"),
+                          answers=(StepInspected, InspectionFailed), limit="state"),
 }  # fmt: skip
 """Every order. `CancelTimer` (withdraws its timer) and `FinishRun` (withdraws everything) are not orders."""
 
@@ -223,7 +223,7 @@ UNSOLICITED: tuple[type[Event], ...] = (ProcessUp, ProcessLost)
 """Events that answer an order if one is open, but need none."""
 
 
-def stage_owner(state: str) -> Owner:
+def state_owner(state: str) -> Owner:
     """The owner of the work of an added state."""
     return f"state {state}"
 
@@ -508,7 +508,7 @@ def _owner_of(relation: Relation, command: type[Command]) -> Callable[[OrderBook
     if relation.owner == "task":
         return lambda book, order: book.scorer(order.task)
     if relation.owner == "state":
-        return lambda book, order: stage_owner(order.state)
+        return lambda book, order: state_owner(order.state)
     if relation.owner == "kind":
         return lambda book, order: owner_of(order.kind, order.index)
     if relation.owner not in command.__struct_fields__:

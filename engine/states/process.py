@@ -6,7 +6,7 @@ All kinds share one table. A replica's sync machine (`states/replica.py`) runs w
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.ids import Incarnation, StepId
+from engine.ids import LifeNumber, StepId
 from engine.states.machine import Table, transitions
 
 REPLICA, TRAINER, SCORER, ADDED_STATES = "replica", "trainer", "scorer", "added states"
@@ -50,7 +50,7 @@ class Process:
     kind: str
     index: int = 0
     state: str = PROCESS.initial
-    incarnation: Incarnation = 0
+    life: LifeNumber = 0
     """Its newest life, which may not be up yet."""
     deaths: int = 0
     """Lives that ended by themselves, in a row, with no progress in between."""
@@ -75,7 +75,7 @@ class Process:
 
     def address(self) -> dict[str, Any]:
         """What every order about its present life carries."""
-        return {"kind": self.kind, "index": self.index, "incarnation": self.incarnation}
+        return {"kind": self.kind, "index": self.index, "life": self.life}
 
     @property
     def id(self) -> str:

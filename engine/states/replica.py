@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.ids import GroupId, LifeNumber, ReplicaId, Version
 from engine.states.group import Group
 from engine.states.machine import Table, transitions
 from engine.states.process import REPLICA as REPLICA_KIND
@@ -69,7 +69,7 @@ class Replica:
     next_version: Version | None = None
     """The version that it is to install: in host memory, or being brought there while a `StageWeights` is open."""
     sync_attempt: int = 0
-    """Syncs begun on this incarnation; its sync orders and their answers carry it."""
+    """Syncs begun on this life; its sync orders and their answers carry it."""
     sync_failures: int = 0
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
@@ -91,9 +91,9 @@ class Replica:
     """Groups in it, of this life."""
 
     @property
-    def incarnation(self) -> Incarnation:
+    def life(self) -> LifeNumber:
         """Its newest life, which may not be up yet."""
-        return self.process.incarnation
+        return self.process.life
 
     @property
     def condition(self) -> str:
@@ -113,11 +113,11 @@ class Replica:
 
     def address(self) -> dict[str, int]:
         """What every order of a sync carries."""
-        return {"replica": self.id, "incarnation": self.incarnation, "attempt": self.sync_attempt}
+        return {"replica": self.id, "life": self.life, "attempt": self.sync_attempt}
 
     def address_of(self, group: Group) -> dict[str, Any]:
         """What every order about a group on this replica carries."""
-        return {"group": group.id, "attempt": group.attempt, "replica": self.id, "incarnation": self.incarnation}
+        return {"group": group.id, "attempt": group.attempt, "replica": self.id, "life": self.life}
 
     @property
     def present(self) -> bool:

@@ -15,7 +15,7 @@ from engine.states.orders import Order, OrderBook
 from engine.states.replica import Replica
 
 SAMPLES = 4
-"""Groups that a replica must have generated in this incarnation before its pace counts."""
+"""Groups that a replica must have generated in this life before its pace counts."""
 
 
 @dataclass(eq=False, slots=True)

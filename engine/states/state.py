@@ -15,7 +15,7 @@ from engine.states.group import Group
 from engine.states.groups import Groups
 from engine.states.limits import PUBLISHING, SCORING, Limits
 from engine.states.machine import Moves, Observer, SharedMachine, entered
-from engine.states.orders import OrderBook, Owner, owner_of, stage_owner
+from engine.states.orders import OrderBook, Owner, owner_of, state_owner
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
@@ -76,7 +76,7 @@ class State:
         self._observe = observe
         self.settings, self.processes = {}, {}
         self.orders = OrderBook(limits.scored_apart)
-        self._worker_of = {stage_owner(added.name): name_of(ADDED_STATES, 0) for added in limits.added_states}
+        self._worker_of = {state_owner(added.name): name_of(ADDED_STATES, 0) for added in limits.added_states}
         for index, tasks in enumerate(limits.scorers()):
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
@@ -237,7 +237,7 @@ class State:
         if process.kind == SCORER:
             return [self.orders.scorer(task) for task in self.limits.scorers()[process.index]]
         if process.kind == ADDED_STATES:
-            return [stage_owner(added.name) for added in self.limits.added_states]
+            return [state_owner(added.name) for added in self.limits.added_states]
         return [owner_of(process.kind, process.index)]
 
     def process_of(self, owner: Owner) -> Process | None:
@@ -254,9 +254,9 @@ class State:
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
         none holds stays as it is."""
-        run = self.validations.holding(replica)
-        if run is not None:
-            return run.version
+        validation = self.validations.holding(replica)
+        if validation is not None:
+            return validation.version
         return replica.version if replica.validator else self.training.latest_version
 
     # what nothing refers to any more
@@ -265,7 +265,7 @@ class State:
         """Drop the figures of versions that nothing refers to any more: all tokens of a group that no step has taken
         are of versions with at least `steps_batched` - S train steps."""
         training = self.training
-        used = {*training.versions, *(run.version for run in self.validations.runs.values())}
+        used = {*training.versions, *(validation.version for validation in self.validations.live.values())}
         used.update(replica.version for replica in self.replicas.by_id.values())
         training.forget_versions(training.steps_batched - self.groups.loosest, used)
 
@@ -277,7 +277,9 @@ class State:
 
     def surplus_checkpoints(self) -> list[StepId]:
         """The checkpoints to delete, oldest first."""
-        return self.checkpoints.surplus(self.limits, [run.steps for run in self.validations.runs.values()])
+        return self.checkpoints.surplus(
+            self.limits, [validation.steps for validation in self.validations.live.values()]
+        )
 
     # what is in flight, as the order book says
 

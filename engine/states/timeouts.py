@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from engine.errors import ConfigError
 
 KINDS = (
-    "draw", "start", "group", "rows", "stage", "sync", "resume", "score", "train", "publish", "checkpoint", "store",
+    "draw", "start", "group", "rows", "state", "sync", "resume", "score", "train", "publish", "checkpoint", "store",
 )  # fmt: skip
 """Kinds of orders that have a limit of their own. `CUT` is that of orders that are executed at once: cutting
 another one short, and probes. It has a limit if any order has one."""
@@ -46,7 +46,7 @@ class Timeouts:
     start_s: Annotated[Limit, "start or stop a process"] = DEFAULT
     group_s: Annotated[Limit, "generate a group and its rewards, restarted by each token, turn or reward"] = DEFAULT
     rows_s: Annotated[Limit, "measure validation rows in one slot"] = DEFAULT
-    stage_s: Annotated[Limit, "do the work of an added state on a group"] = DEFAULT
+    state_s: Annotated[Limit, "do the work of an added state on a group"] = DEFAULT
     sync_s: Annotated[Limit, "stage weights on a replica, pause it, or install them"] = DEFAULT
     resume_s: Annotated[Limit, "resume a paused replica"] = DEFAULT
     score_s: Annotated[Limit, "run a scoring task on a batch"] = DEFAULT

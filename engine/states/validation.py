@@ -174,7 +174,7 @@ class Validation:
 class Validations:
     """The runs that have not ended, in the order they were queued: the first is served, the others wait."""
 
-    runs: dict[ValidationId, Validation]
+    live: dict[ValidationId, Validation]
     created: int = 0
     considered: Version = -1
     """Newest version of which it was decided whether to measure it."""
@@ -188,14 +188,14 @@ class Validations:
     """The next version is measured instead of a run that was cut off."""
 
     def __init__(self, replicas: Replicas, orders: OrderBook, machine: SharedMachine) -> None:
-        self.runs = {}
+        self.live = {}
         self._replicas, self._orders = replicas, orders
         self.machine = machine
 
     def rebuild(self) -> None:
         """Make what follows from the runs and the open orders."""
-        for run in self.runs.values():
-            run.rebuild({chunk for of, chunk in self._orders.open["rows"] if of == run.id})
+        for validation in self.live.values():
+            validation.rebuild({chunk for of, chunk in self._orders.open["rows"] if of == validation.id})
 
     @property
     def out(self) -> int:
@@ -205,58 +205,58 @@ class Validations:
     @property
     def served(self) -> Validation | None:
         """The run whose turn it is."""
-        return next(iter(self.runs.values()), None)
+        return next(iter(self.live.values()), None)
 
     def holding(self, replica: Replica) -> Validation | None:
         """The run that keeps a replica at its version."""
-        run = self.served
-        return run if run is not None and replica.id in run.replicas else None
+        validation = self.served
+        return validation if validation is not None and replica.id in validation.replicas else None
 
     def queue(self, version: Version, steps: StepId, limits: ValidationLimits, at: float) -> Validation:
-        run = Validation(self.created, version, steps, limits.rows, limits.dropped, at)
-        self.runs[self.created] = run
-        run.split(limits.rows_per_slot)
+        validation = Validation(self.created, version, steps, limits.rows, limits.dropped, at)
+        self.live[self.created] = validation
+        validation.split(limits.rows_per_slot)
         self.created += 1
         self.newest = version
-        return run
+        return validation
 
-    def fire(self, run: Validation, trigger: str) -> None:
+    def fire(self, validation: Validation, trigger: str) -> None:
         """The only way a run changes state. One that ends gives back what it holds."""
-        if self.machine.table.target(run.state, trigger) in VALIDATION.terminal:
-            for id in list(run.replicas):
-                self.release(run, self._replicas.by_id[id])
-            del self.runs[run.id]
-        self.machine.fire(run, trigger)
+        if self.machine.table.target(validation.state, trigger) in VALIDATION.terminal:
+            for id in list(validation.replicas):
+                self.release(validation, self._replicas.by_id[id])
+            del self.live[validation.id]
+        self.machine.fire(validation, trigger)
 
-    def hold(self, run: Validation, replica: Replica) -> None:
+    def hold(self, validation: Validation, replica: Replica) -> None:
         """Keep a replica at the run's version until the run ends."""
-        run.replicas[replica.id] = None
+        validation.replicas[replica.id] = None
 
-    def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
+    def release(self, validation: Validation, replica: Replica, *, failed: bool = False) -> None:
         """Let a replica go; chunks that it has go back. `failed`: each has lost an attempt."""
         for _, index in list(self._orders.of(replica.id, "rows")):
-            self.put_back(run, run.chunks[index], failed=failed)
-        del run.replicas[replica.id]
+            self.put_back(validation, validation.chunks[index], failed=failed)
+        del validation.replicas[replica.id]
 
     def lose(self, replica: Replica, *, failed: bool) -> None:
         """A replica is gone. `failed`: its chunks have lost an attempt."""
-        run = self.holding(replica)
-        if run is not None:
-            self.release(run, replica, failed=failed)
+        validation = self.holding(replica)
+        if validation is not None:
+            self.release(validation, replica, failed=failed)
 
-    def put_back(self, run: Validation, chunk: Chunk, *, failed: bool = True) -> None:
+    def put_back(self, validation: Validation, chunk: Chunk, *, failed: bool = True) -> None:
         """A chunk that was being measured waits again. `failed`: it has lost an attempt."""
         chunk.failures += failed
-        self._orders.withdraw("rows", (run.id, chunk.index))
-        run.put_back(chunk)
+        self._orders.withdraw("rows", (validation.id, chunk.index))
+        validation.put_back(chunk)
 
-    def count(self, run: Validation, chunk: Chunk, event: RowsMeasured) -> None:
+    def count(self, validation: Validation, chunk: Chunk, event: RowsMeasured) -> None:
         """A chunk is done: its rows are counted, once."""
         chunk.done = True
         chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
         chunk.right_rows, chunk.part_rows = event.right_rows, event.part_rows
         chunk.part_places, chunk.part_values, chunk.reason = event.part_places, event.part_values, event.reason
-        run.left -= 1
-        run.measured += event.measured
-        run.right += event.right
-        run.reward += event.reward
+        validation.left -= 1
+        validation.measured += event.measured
+        validation.right += event.right
+        validation.reward += event.reward

@@ -67,7 +67,7 @@ class ReplicaView(NamedTuple):
 
     id: ReplicaId
     state: str
-    incarnation: int
+    life: int
     version: Version
     staged: Version | None
     slots: int
@@ -116,7 +116,7 @@ def view_replica(state: State, replica: Replica) -> ReplicaView:
     return ReplicaView(
         replica.id,
         replica.state,
-        replica.incarnation,
+        replica.life,
         replica.version,
         None if state.is_staging(replica) else replica.next_version,
         replica.slots,
@@ -250,8 +250,16 @@ class View:
     def validations(self) -> list[ValidationView]:
         """Validations that have not ended, in the order they were queued: the first is served."""
         return [
-            ValidationView(run.id, run.state, run.version, run.rows, run.measured, run.out, tuple(run.replicas))
-            for run in self._state.validations.runs.values()
+            ValidationView(
+                validation.id,
+                validation.state,
+                validation.version,
+                validation.rows,
+                validation.measured,
+                validation.out,
+                tuple(validation.replicas),
+            )
+            for validation in self._state.validations.live.values()
         ]
 
     def pools(self) -> list[PoolView]:

@@ -42,9 +42,7 @@ class CacheReports:
             )
             self._source = None
             return
-        worker.peers.emit(
-            CacheMeasured(kind=worker.kind, index=worker.index, incarnation=worker.incarnation, used=used)
-        )
+        worker.peers.emit(CacheMeasured(kind=worker.kind, index=worker.index, life=worker.life, used=used))
         if self._running():
             self.begin()
 

@@ -50,7 +50,7 @@ class CallReports:
     def _report_changes(self) -> bool:
         """Report what has changed; whether anything has. Raises: `CodecError` for figures that are no such numbers."""
         reported, worker = False, self._worker
-        who = {"kind": worker.kind, "index": worker.index, "incarnation": worker.incarnation}
+        who = {"kind": worker.kind, "index": worker.index, "life": worker.life}
         for figures in self._figures().values():
             before = self._reported.get(figures.function)
             calls, seconds, held_s = figures.calls, figures.seconds, figures.held_s

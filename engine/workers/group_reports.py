@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.errors import DataFailure, EngineError
 from engine.events import GroupAborted, GroupGenerated, PrefixStored
-from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, Version
+from engine.ids import NO_VERSION, GroupId, LifeNumber, ReplicaId, Version
 from engine.protocols import Generated, GroupWork
 from engine.protocols.user_values import LARGEST, MOST_OF_ALL, figures_in, number_in
 from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
@@ -241,7 +241,7 @@ def generated_event(
     group: TrajectoryGroup,
     attempt: int,
     replica: ReplicaId,
-    incarnation: Incarnation,
+    life: LifeNumber,
     described: Sequence[str] | None = None,
 ) -> GroupGenerated:
     """The `GroupGenerated` event of a group. Its rewards come from `reward_figures`. `described`: the columns that
@@ -252,7 +252,7 @@ def generated_event(
         group=group.group,
         attempt=attempt,
         replica=replica,
-        incarnation=incarnation,
+        life=life,
         tokens=group.tokens,
         oldest_version=oldest,
         newest_version=newest,
@@ -298,12 +298,12 @@ def reward_figures(group: TrajectoryGroup) -> tuple[int, float, float]:
     return len(rewards), sum(rewards) / len(rewards), max(rewards) - min(rewards)
 
 
-def aborted_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> GroupAborted:
-    return GroupAborted(attempt=attempt, replica=replica, incarnation=incarnation, **_figures(group))
+def aborted_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, life: LifeNumber) -> GroupAborted:
+    return GroupAborted(attempt=attempt, replica=replica, life=life, **_figures(group))
 
 
-def prefix_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> PrefixStored:
-    return PrefixStored(attempt=attempt, replica=replica, incarnation=incarnation, **_figures(group))
+def prefix_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, life: LifeNumber) -> PrefixStored:
+    return PrefixStored(attempt=attempt, replica=replica, life=life, **_figures(group))
 
 
 def _figures(group: TrajectoryGroup) -> dict[str, Any]:

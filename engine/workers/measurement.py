@@ -273,7 +273,7 @@ def _parts(
 def _place(order: MeasureRows) -> dict[str, int]:
     return {
         "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": order.replica,
-        "incarnation": order.incarnation,
+        "life": order.life,
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from engine.commands import (
     TrainStep,
 )
 from engine.events import Event, OrderProgressed
-from engine.ids import Incarnation
+from engine.ids import LifeNumber
 from engine.workers.plan import Plan, Restore
 from engine.workers.threads import OneThread, from_any_thread
 from engine.workers.worker import Peers, Worker
@@ -36,8 +36,8 @@ class OrderQueue(Worker):
     """The number of the order that is carried out; -1: none."""
     _order_class: type[Command] = Command
 
-    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
-        super().__init__(plan, index, incarnation, peers)
+    def __init__(self, plan: Plan, index: int, life: LifeNumber, peers: Peers) -> None:
+        super().__init__(plan, index, life, peers)
         self._thread = OneThread(self.kind)
         self._newest = -1
         """Number of the newest order; a repeat has no higher one. The orders of a life arrive in ascending order of

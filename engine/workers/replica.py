@@ -22,7 +22,7 @@ from engine.commands import (
 )
 from engine.errors import DataFailure, EngineError, clean, reason_of
 from engine.events import Event, GroupFailed, OrderProgressed, ProcessUp
-from engine.ids import GroupId, Incarnation, Version
+from engine.ids import GroupId, LifeNumber, Version
 from engine.protocols import Fallible, Generated, GroupWork
 from engine.protocols.user_code import awaited
 from engine.states.limits import QUEUED
@@ -110,12 +110,12 @@ class ReplicaWorker(Worker):
     ascending order of their numbers: the executor sends them in the order of the book, and `wire.InOrder` restores
     it."""
 
-    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
-        super().__init__(plan, index, incarnation, peers)
+    def __init__(self, plan: Plan, index: int, life: LifeNumber, peers: Peers) -> None:
+        super().__init__(plan, index, life, peers)
         self._running: dict[GroupId, GroupAttempt] = {}
         self._unreported: dict[GroupAttempt, None] = {}
         """Attempts with trajectories that have ended since the last reports."""
-        self._who = {"replica": index, "incarnation": incarnation}
+        self._who = {"replica": index, "life": life}
         self._rewarded = plan.rewarded
         self._prepared = bool(plan.limits.states_at(QUEUED))
         """Whether the trajectory store may have another prompt for a group, from an added state before generation."""
@@ -160,7 +160,7 @@ class ReplicaWorker(Worker):
         self._joined = True
         self.peers.emit(
             ProcessUp(
-                kind=REPLICA, index=self.index, incarnation=self.incarnation, slots=self.plan.slots,
+                kind=REPLICA, index=self.index, life=self.life, slots=self.plan.slots,
                 samples=self.plan.samples, version=0,
             )
         )  # fmt: skip

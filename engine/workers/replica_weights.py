@@ -40,7 +40,7 @@ class ReplicaWeights:
         self.last: asyncio.Task[None] | None = None
         """The task of the newest order."""
         self._worker = worker
-        self._who = {"replica": worker.index, "incarnation": worker.incarnation}
+        self._who = {"replica": worker.index, "life": worker.life}
         self._generator = generator
         self._measuring = measuring
         self._running = running

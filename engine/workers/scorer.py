@@ -11,7 +11,7 @@ from typing import Any
 from engine.commands import ScoreBatch
 from engine.errors import EngineError, reason_of
 from engine.events import BatchScored, Event, StepFailed
-from engine.ids import Incarnation, StepId
+from engine.ids import LifeNumber, StepId
 from engine.protocols import Batch, ReportsProgress
 from engine.states.process import SCORER
 from engine.storage.trajectories import checked_scores
@@ -41,8 +41,8 @@ class ScorerWorker(OrderQueue):
     kind = SCORER
     _loaded: StepId = 0
 
-    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
-        super().__init__(plan, index, incarnation, peers)
+    def __init__(self, plan: Plan, index: int, life: LifeNumber, peers: Peers) -> None:
+        super().__init__(plan, index, life, peers)
         self._handlers = {ScoreBatch: self._score_batch}
         self._starts = dict.fromkeys(self._handlers, self._queue)
 

@@ -23,7 +23,7 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
-from engine.ids import NO_VERSION, GroupId, Incarnation, StepId
+from engine.ids import NO_VERSION, GroupId, LifeNumber, StepId
 from engine.protocols import Batch, Closable, Explainable, Offloadable, ReportsProgress, RolloutFigures
 from engine.protocols.user_values import MOST_OF_ALL, name_problem, shown_name
 from engine.reward_histogram import HISTOGRAMS
@@ -142,8 +142,8 @@ class TrainerWorker(OrderQueue):
     _owed: StepId | None = None
     """Train steps in the weights that scorers still wait for."""
 
-    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
-        super().__init__(plan, index, incarnation, peers)
+    def __init__(self, plan: Plan, index: int, life: LifeNumber, peers: Peers) -> None:
+        super().__init__(plan, index, life, peers)
         self._checkpoints = None if plan.run_dir is None else plan.run_dir / "checkpoints"
         apart = plan.limits.scored_apart
         self._own_tasks = [task for task in plan.limits.scoring_tasks if task not in apart]

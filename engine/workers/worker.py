@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from engine.commands import Command
 from engine.errors import EngineError, reason_of
 from engine.events import Event
-from engine.ids import Incarnation, StepId
+from engine.ids import LifeNumber, StepId
 from engine.protocols.user_code import calls_of
 from engine.states.orders import RELATIONS
 from engine.states.process import name_of
@@ -66,10 +66,10 @@ class Worker:
     """The method that starts a command and returns at once, by its class. It also gets the prompt that was sent with
     the command."""
 
-    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
+    def __init__(self, plan: Plan, index: int, life: LifeNumber, peers: Peers) -> None:
         self.plan = plan
         self.index = index
-        self.incarnation = incarnation
+        self.life = life
         self.peers = peers
         self.name = name_of(self.kind, index)
         self.reports = Reports(peers.emit)
@@ -114,7 +114,7 @@ class Worker:
         if not self._opened:
             self._early.append((command, prompt))
             return
-        if self._closed or getattr(command, "incarnation", self.incarnation) != self.incarnation:
+        if self._closed or getattr(command, "life", self.life) != self.life:
             return
         try:
             start = self._starts.get(type(command))

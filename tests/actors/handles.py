@@ -198,17 +198,17 @@ class Scene:
             self._delivery.clear()
             await self._delivery.wait()
 
-    async def begin(self, kind: str, index: int, incarnation: int) -> Handle:
+    async def begin(self, kind: str, index: int, life: int) -> Handle:
         """Start a life, and let it come as far as it can."""
-        self.start(kind, index, incarnation)
+        self.start(kind, index, life)
         await settled()
-        return self.handle(f"{source_of(kind, index)}/{incarnation}")
+        return self.handle(f"{source_of(kind, index)}/{life}")
 
-    def start(self, kind: str, index: int, incarnation: int, **beginning: Any) -> None:
-        self.supervisor.start(StartProcess(kind=kind, index=index, incarnation=incarnation, cause=0, **beginning))
+    def start(self, kind: str, index: int, life: int, **beginning: Any) -> None:
+        self.supervisor.start(StartProcess(kind=kind, index=index, life=life, cause=0, **beginning))
 
-    def stop(self, kind: str, index: int, incarnation: int) -> None:
-        self.supervisor.stop(StopProcess(kind=kind, index=index, incarnation=incarnation, reason="enough", cause=0))
+    def stop(self, kind: str, index: int, life: int) -> None:
+        self.supervisor.stop(StopProcess(kind=kind, index=index, life=life, reason="enough", cause=0))
 
     def send(self, kind: str, index: int, command: Command) -> None:
         """Send an order to the current life of a process."""
@@ -227,9 +227,9 @@ class Scene:
 
     @property
     def lost(self) -> list[tuple[str, int, str]]:
-        """(source, incarnation, reason) of each loss that was reported."""
+        """(source, life, reason) of each loss that was reported."""
         return [
-            (source_of(event.kind, event.index), event.incarnation, without_place(event.reason))
+            (source_of(event.kind, event.index), event.life, without_place(event.reason))
             for event in self.events
             if isinstance(event, ProcessLost)
         ]

@@ -114,14 +114,14 @@ async def test_each_order_goes_to_the_process_that_it_is_for(scene: Scene) -> No
     apart = ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(0,), cause=0)
     train = TrainStep(step=0, attempt=1, groups=(0,), staleness=(0,), cause=0)
     enter = EnterState(group=0, attempt=1, state="judging", cause=0)
-    group = StartGroup(group=0, attempt=1, replica=0, incarnation=1, cause=0)
+    group = StartGroup(group=0, attempt=1, replica=0, life=1, cause=0)
     kinds = (TRAINER, SCORER, ADDED_STATES, REPLICA)
-    starts = [StartProcess(kind=kind, index=0, incarnation=1, cause=0) for kind in kinds]
+    starts = [StartProcess(kind=kind, index=0, life=1, cause=0) for kind in kinds]
     made.order(own, *starts, own, apart, train, enter, group, discard(3))
     names = {"trainer/1": [own, train], "scorer-0/1": [apart], "states/1": [enter, discard(3)],
              "rollout-0/1": [group]}  # fmt: skip
     assert {name: handle.orders for name, handle in scene.cluster.handles.items()} == names
     assert made.executor.calls == 5
-    made.order(StopProcess(kind=REPLICA, index=0, incarnation=1, reason="enough", cause=0), group)
+    made.order(StopProcess(kind=REPLICA, index=0, life=1, reason="enough", cause=0), group)
     assert scene.lost == [("rollout-0", 1, "enough")] and scene.handle("rollout-0/1").orders == [group]
     made.trajectories.answer(0)

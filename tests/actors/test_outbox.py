@@ -120,13 +120,13 @@ def test_a_batch_is_handled_once_and_the_first_of_a_process_always() -> None:
     async def scene() -> None:
         inbox = Inbox()
 
-        async def send(source: str, incarnation: int, sequence: int) -> list[Message]:
+        async def send(source: str, life: int, sequence: int) -> list[Message]:
             async def handle() -> list[Message]:
-                handled.append((source, incarnation, sequence))
+                handled.append((source, life, sequence))
                 await goes_on.wait()
                 return [(0, len(handled), b"")]
 
-            return await inbox.answer(source, incarnation, sequence, handle)
+            return await inbox.answer(source, life, sequence, handle)
 
         first, again = (asyncio.ensure_future(send("trainer", 1, 2)) for _ in range(2))
         await asyncio.sleep(0)

@@ -69,7 +69,7 @@ class Scene:
         replica = self.state.replicas.of_group(group.id)
         assert replica is not None
         event = PrefixStored(
-            group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=2,
+            group=group.id, attempt=group.attempt, replica=replica.id, life=replica.life, tokens=2,
             oldest_version=replica.version, newest_version=replica.version,
         )  # fmt: skip
         self.made.driver.deliver(event)
@@ -236,9 +236,9 @@ def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Sc
 
 def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -> None:
     made = world(added_states=(WEIGHING, CHECKING))
-    while not made.scheduler.state.groups.stages.out:
+    while not made.scheduler.state.groups.state_queues.out:
         assert made.act()
-    (group,) = made.scheduler.state.orders.open["stage"]
+    (group,) = made.scheduler.state.orders.open["state"]
     run_dir = tmp_path / "run"
     (run_dir / "schedule").mkdir(parents=True)
     (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())

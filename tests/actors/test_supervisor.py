@@ -45,8 +45,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> RayOfHandles:
     return RayOfHandles(monkeypatch)
 
 
-def is_up(replica: int, incarnation: int = 1) -> ProcessUp:
-    return ProcessUp(kind=REPLICA, index=replica, incarnation=incarnation, slots=6)
+def is_up(replica: int, life: int = 1) -> ProcessUp:
+    return ProcessUp(kind=REPLICA, index=replica, life=life, slots=6)
 
 
 # starting
@@ -76,7 +76,7 @@ async def test_a_trainer_without_room_says_that_it_waits(tmp_path: Path, cluster
     scene = Scene(tmp_path, cluster, gpus=GpuRequest(trainer_gpus=2.0), liveness=PATIENT)
     await scene.begin(TRAINER, 0, 2)
     (waits,) = scene.events
-    assert isinstance(waits, ProcessWaits) and (waits.kind, waits.incarnation) == (TRAINER, 2)
+    assert isinstance(waits, ProcessWaits) and (waits.kind, waits.life) == (TRAINER, 2)
     assert waits.reason == "it needs 2 GPUs on one node; the nodes have 1"
     cluster.gpus = 2.0
     await scene.hears(ProcessWaits, 2)
@@ -99,7 +99,7 @@ async def test_an_actor_that_ray_placed_on_a_dead_node_is_placed_again(
     scene = Scene(tmp_path, cluster)
     cluster.up_at_once = False
     refused = await scene.begin(kind, 0, 1)
-    order = StartGroup(group=1, attempt=1, replica=0, incarnation=1, admitted_version=0, cause=0)
+    order = StartGroup(group=1, attempt=1, replica=0, life=1, admitted_version=0, cause=0)
     scene.send(kind, 0, order)
     refused.failure = on_a_dead_node()
     refused.opens.set()
@@ -207,7 +207,7 @@ async def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is
     cluster.up_at_once = False
     await scene.begin(REPLICA, 1, 1)
     (waits,) = scene.events
-    assert isinstance(waits, ProcessWaits) and (waits.index, waits.incarnation) == (1, 1)
+    assert isinstance(waits, ProcessWaits) and (waits.index, waits.life) == (1, 1)
     assert "room for 1 of 2" in waits.reason
     cluster.gpus = 2.0
     await scene.hears(ProcessWaits, 2)
@@ -231,7 +231,7 @@ async def test_orders_that_follow_from_a_report_are_its_answer(tmp_path: Path, c
     assert sender is not None and scene.processes.reporting("rollout-0", 2) is None
 
     def order(group: int) -> Command:
-        given = StartGroup(group=group, attempt=1, replica=0, incarnation=1, cause=0)
+        given = StartGroup(group=group, attempt=1, replica=0, life=1, cause=0)
         scene.send(REPLICA, 0, given)
         return given
 
@@ -340,7 +340,7 @@ async def test_a_run_hears_of_its_gateway_and_what_the_launch_brought_up_is_watc
     await scene.supervisor.open(Restore(steps=4))
     scene.supervisor.begin()
     await settled()
-    assert scene.events == [ProcessUp(kind=GATEWAY, index=0, incarnation=1)]
+    assert scene.events == [ProcessUp(kind=GATEWAY, index=0, life=1)]
     assert [one.watchers for one in (*scene.stores, scene.handle("trainer/1"))] == [1] * 4
     assert scene.handle("trainer/1").opened_with == [(Restore(steps=4),)]
     scene.handle("trainer/1").die()
@@ -355,11 +355,11 @@ COMING = (*STARTED, ReplicasWanted(replicas=2))
 """Life 1 of replica 1 is ordered."""
 CALLED_OFF = (*COMING, ReplicasWanted(replicas=1))
 """It is to be stopped before it is up."""
-LET_GO = (*COMING, is_up(1), ReplicasWanted(replicas=1), ReplicaPaused(replica=1, incarnation=1, attempt=1))
+LET_GO = (*COMING, is_up(1), ReplicasWanted(replicas=1), ReplicaPaused(replica=1, life=1, attempt=1))
 """It is to be stopped after it was."""
-REPLACED = (*COMING, is_up(1), ProcessLost(kind=REPLICA, index=1, incarnation=1, reason="it died"))
+REPLACED = (*COMING, is_up(1), ProcessLost(kind=REPLICA, index=1, life=1, reason="it died"))
 """Life 2 is ordered."""
-TRAINER_GONE = (*STARTED, ProcessLost(kind=TRAINER, index=0, incarnation=1, reason="it died", published=0))
+TRAINER_GONE = (*STARTED, ProcessLost(kind=TRAINER, index=0, life=1, reason="it died", published=0))
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ async def test_a_starting_life_taken_over_gets_orders_at_once_and_is_watched_onc
     scene = Scene(tmp_path, cluster, COMING, ["rollout-0/1", "rollout-1/1", "trainer/1"])
     second = scene.handle("rollout-1/1")
     scene.take_over()
-    order = StartGroup(group=1, attempt=1, replica=1, incarnation=1, cause=0)
+    order = StartGroup(group=1, attempt=1, replica=1, life=1, cause=0)
     scene.send(REPLICA, 1, order)
     assert second.orders == [order]
     await settled()
@@ -442,7 +442,7 @@ async def test_a_gateway_is_watched_after_a_takeover_whether_or_not_the_record_k
     tmp_path: Path, cluster: RayOfHandles, known: bool
 ) -> None:
     """The process before may have ended between the start of the run and the report that the gateway is up."""
-    up = ProcessUp(kind=GATEWAY, index=0, incarnation=1)
+    up = ProcessUp(kind=GATEWAY, index=0, life=1)
     events = (*STARTED, up) if known else STARTED
     scene = Scene(tmp_path, cluster, events, ["rollout-0/1", "trainer/1"], gateway=True)
     scene.take_over()
@@ -619,7 +619,7 @@ async def test_a_trainer_started_while_its_loss_is_investigated_keeps_its_checkp
     found.set()
     await settled()
     assert checkpoint_path(tmp_path / "checkpoints", NEWEST).exists()
-    assert [(type(event), event.incarnation) for event in scene.events] == [  # type: ignore[attr-defined]
+    assert [(type(event), event.life) for event in scene.events] == [  # type: ignore[attr-defined]
         (ProcessUp, 1), (ProcessUp, 2), (ProcessLost, 1),
     ]  # fmt: skip
     assert cluster.killed == ["trainer/1"]

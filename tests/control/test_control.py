@@ -229,7 +229,7 @@ def test_each_operation_is_the_event_that_carries_it_out(rig: Rig) -> None:
         assert post(rig, one).json()["done"] == f"did {one['operation']}"
     assert rig.events == [
         ReplicasWanted(replicas=4),
-        ReplicaLeaves(replica=1, incarnation=1, reason="spot"),
+        ReplicaLeaves(replica=1, life=1, reason="spot"),
         SettingChanged(setting="scheduler.max_drops", value="2"),
         DrainRequested(reason="tonight"),
         StopRequested(reason="now"),
@@ -258,14 +258,14 @@ def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
 
 def test_a_replica_that_is_not_up_cannot_be_drained() -> None:
     world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 1)
-    world.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    world.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     with pytest.raises(ConfigError, match=r"--replica 1 is starting: only a replica that is up .* use one of \[0\]"):
         decide(Drain(reason="spot", replica=1), world.scheduler, 8)
 
 
 def test_a_resumed_run_has_the_replicas_that_were_wanted_last() -> None:
     world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 1)
-    lost = ProcessLost(kind="replica", index=1, incarnation=1, final=True, reason="for good")
+    lost = ProcessLost(kind="replica", index=1, life=1, final=True, reason="for good")
     assert after_resuming(steady_world().scheduler, (), replicas=2) == (), "it has never begun"
     assert after_resuming(world.scheduler, (), replicas=2) == ()
     world.tell(lost)
@@ -311,7 +311,7 @@ def test_the_commands_tell_the_run(rig: Rig, capsys: Capture) -> None:
         ReplicasWanted(replicas=3),
         SettingChanged(setting="scheduler.max_drops", value="2"),
         SettingChanged(setting="scheduler.policies.deadline", value="drop"),
-        ReplicaLeaves(replica=0, incarnation=1, reason="asked by engine drain"),
+        ReplicaLeaves(replica=0, life=1, reason="asked by engine drain"),
         DrainRequested(reason="asked by engine drain"),
         StopRequested(reason="asked by engine stop"),
     ]

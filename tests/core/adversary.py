@@ -92,7 +92,7 @@ class Adversary(CoreRig):
         self.up: dict[int, deque[Event]] = {}
         self.down: dict[int, deque[Command]] = {}
         self.replicas: dict[int, SimReplica] = {}
-        self.incarnations: dict[int, int] = {}
+        self.lives: dict[int, int] = {}
         """The last life of each replica that was up."""
         self.starting: dict[tuple[str, int], int] = {}
         """Lives that were ordered and are not up."""
@@ -207,9 +207,9 @@ class Adversary(CoreRig):
     def _start(self, command: StartProcess) -> None:
         """One that is there already is not started again. What was ordered of a trainer before is nobody's."""
         process = (command.kind, command.index)
-        if command.kind == REPLICA and self.incarnations.get(command.index, 0) >= command.incarnation:
+        if command.kind == REPLICA and self.lives.get(command.index, 0) >= command.life:
             return
-        self.starting[process] = command.incarnation
+        self.starting[process] = command.life
         if command.kind == TRAINER:
             saved, self.trainer = self.trainer.saved, SimTrainer(self._post(-1))
             self.trainer.saved = saved
@@ -218,19 +218,15 @@ class Adversary(CoreRig):
 
     def _stop(self, command: StopProcess) -> None:
         kind, index = command.kind, command.index
-        if self.starting.get((kind, index)) == command.incarnation:
+        if self.starting.get((kind, index)) == command.life:
             self.fail_start((kind, index))
         elif kind != REPLICA:
             self._end(kind, index)
-            self._post(3000)(
-                ProcessLost(kind=kind, index=index, incarnation=command.incarnation, reason=command.reason)
-            )
-        elif index in self.replicas and self.replicas[index].incarnation == command.incarnation:
+            self._post(3000)(ProcessLost(kind=kind, index=index, life=command.life, reason=command.reason))
+        elif index in self.replicas and self.replicas[index].life == command.life:
             self.kill(index)
-        elif self.incarnations.get(index, 0) < command.incarnation:  # it waited for its pool
-            self._post(3000)(
-                ProcessLost(kind=kind, index=index, incarnation=command.incarnation, reason=command.reason)
-            )
+        elif self.lives.get(index, 0) < command.life:  # it waited for its pool
+            self._post(3000)(ProcessLost(kind=kind, index=index, life=command.life, reason=command.reason))
 
     def _end(self, kind: str, index: int) -> None:
         """What a worker was ordered, and what it is ordered until it starts again, is nobody's."""
@@ -246,13 +242,13 @@ class Adversary(CoreRig):
     def join(self, id: int) -> None:
         """A replica is up whose start was ordered, or that the launch has started."""
         known = self.state.find_process(REPLICA, id)
-        incarnation = self.starting.pop((REPLICA, id), 1 if known is None else known.incarnation + 1)
-        self.incarnations[id] = incarnation
+        life = self.starting.pop((REPLICA, id), 1 if known is None else known.life + 1)
+        self.lives[id] = life
         self.down.pop(id, None)
-        self.replicas[id] = SimReplica(id, incarnation, self.slots, 0, self.store, self._post(id), self.samples)
+        self.replicas[id] = SimReplica(id, life, self.slots, 0, self.store, self._post(id), self.samples)
         self._post(id)(
             ProcessUp(
-                kind=REPLICA, index=id, incarnation=incarnation, slots=self.slots, samples=self.samples, version=0
+                kind=REPLICA, index=id, life=life, slots=self.slots, samples=self.samples, version=0
             )
         )  # fmt: skip
 
@@ -262,13 +258,13 @@ class Adversary(CoreRig):
         if kind == REPLICA:
             self.join(index)
         else:
-            up = ProcessUp(kind=kind, index=index, incarnation=self.starting.pop(process))
+            up = ProcessUp(kind=kind, index=index, life=self.starting.pop(process))
             self._post(-1 if kind == TRAINER else -2 - index)(up)
 
     def fail_start(self, process: tuple[str, int], final: bool = False) -> None:
         """A life ends before it is up, with what it was ordered."""
         lost = ProcessLost(
-            kind=process[0], index=process[1], incarnation=self.starting.pop(process), reason="unborn", final=final
+            kind=process[0], index=process[1], life=self.starting.pop(process), reason="unborn", final=final
         )
         if process[0] != REPLICA:
             self._end(*process)
@@ -277,7 +273,7 @@ class Adversary(CoreRig):
     def kill(self, id: int, final: bool = False) -> None:
         """What it sent before its death still waits to arrive, perhaps after the news of it."""
         replica = self.replicas.pop(id)
-        lost = ProcessLost(kind=REPLICA, index=id, incarnation=replica.incarnation, reason="killed", final=final)
+        lost = ProcessLost(kind=REPLICA, index=id, life=replica.life, reason="killed", final=final)
         self.up.setdefault(1000 + id, deque()).append(lost)
 
     def kill_worker(self, kind: str, index: int = 0) -> None:
@@ -287,7 +283,7 @@ class Adversary(CoreRig):
         if process is None or process.state != "up":
             return
         self._end(kind, index)
-        self.deliver(ProcessLost(kind=kind, index=index, incarnation=process.incarnation, reason="killed"))
+        self.deliver(ProcessLost(kind=kind, index=index, life=process.life, reason="killed"))
 
     def killable(self) -> list[tuple[str, int]]:
         """Processes that are no replicas, and up."""
@@ -318,7 +314,7 @@ class Adversary(CoreRig):
         self.down.clear()
         self.replicas.clear()
         self.starting.clear()
-        self.incarnations.clear()
+        self.lives.clear()
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
@@ -350,7 +346,7 @@ class Adversary(CoreRig):
     def arrive_down(self, id: int) -> None:
         command = self.down[id].popleft()
         replica = self.replicas.get(id)
-        if replica is not None and replica.incarnation == command.incarnation and not replica.hung:
+        if replica is not None and replica.life == command.life and not replica.hung:
             replica.take(command)
 
     def repeat(self, index: int) -> None:

@@ -55,7 +55,7 @@ from engine.events import (
     WeightsPublished,
     WeightsStaged,
 )
-from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.ids import NO_VERSION, GroupId, LifeNumber, ReplicaId, ValidationId, Version
 from engine.simulation.simulated_models import row_reward
 
 Emit = Callable[[Event], None]
@@ -117,14 +117,14 @@ class SimStore:
 
 
 class SimReplica:
-    """One incarnation of a rollout engine."""
+    """One life of a rollout engine."""
 
     def __init__(
-        self, id: ReplicaId, incarnation: Incarnation, slots: int, version: Version, store: SimStore, emit: Emit,
+        self, id: ReplicaId, life: LifeNumber, slots: int, version: Version, store: SimStore, emit: Emit,
         samples: int = 1,
     ) -> None:  # fmt: skip
         self.id = id
-        self.incarnation = incarnation
+        self.life = life
         self.slots = slots
         self.samples = samples
         self.version = version
@@ -214,7 +214,7 @@ class SimReplica:
         oldest, newest = group.versions()
         self.emit(
             GroupGenerated(
-                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                group=id, attempt=group.attempt, replica=self.id, life=self.life, tokens=group.tokens,
                 oldest_version=oldest, newest_version=newest, trainable=trainable, reward_mean=0.5,
                 reward_spread=spread,
             )
@@ -235,7 +235,7 @@ class SimReplica:
         oldest, newest = group.versions()
         self.emit(
             PrefixStored(
-                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                group=id, attempt=group.attempt, replica=self.id, life=self.life, tokens=group.tokens,
                 oldest_version=oldest, newest_version=newest, unfinished=group.unfinished,
             )
         )  # fmt: skip
@@ -245,7 +245,7 @@ class SimReplica:
         order = self.measuring.pop(chunk)
         place = {
             "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": self.id,
-            "incarnation": self.incarnation,
+            "life": self.life,
         }  # fmt: skip
         if not succeed:
             self.emit(RowsFailed(**place, reason="fault"))
@@ -266,7 +266,7 @@ class SimReplica:
         group = self.groups.pop(id)
         self.emit(
             GroupFailed(
-                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, cause=cause,
+                group=id, attempt=group.attempt, replica=self.id, life=self.life, cause=cause,
                 reason="fault"
             )
         )  # fmt: skip
@@ -284,7 +284,7 @@ class SimReplica:
         if (command.attempt, type(command)) in self._synced:
             return
         self._synced.add((command.attempt, type(command)))
-        place = {"replica": self.id, "incarnation": self.incarnation, "attempt": command.attempt}
+        place = {"replica": self.id, "life": self.life, "attempt": command.attempt}
         if not succeed:
             self.emit(SyncFailed(**place, version=command.version, reason="fault"))
         elif isinstance(command, StageWeights):
@@ -309,7 +309,7 @@ class SimReplica:
         oldest, newest = group.versions()
         self.emit(
             GroupAborted(
-                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                group=id, attempt=group.attempt, replica=self.id, life=self.life, tokens=group.tokens,
                 oldest_version=oldest, newest_version=newest, unfinished=group.unfinished,
             )
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """What every rig that drives the core shares: a scheduler whose every tick is checked.
 
-`Scripted` feeds it facts by hand, `Adversary` has agents answer its orders in any order.
+`Scripted` feeds it events by hand, `Adversary` has agents answer its orders in any order.
 """
 
 from collections.abc import Sequence

@@ -236,7 +236,7 @@ def fail(world: Adversary, running: Any, choose: Choices) -> None:
 @move(1, lambda world: list(world.replicas.values()))
 def measure_cache(world: Adversary, replica: Any, choose: Choices) -> None:
     used = choose.choice([0.1, 0.7, 0.85, 0.95])
-    world.deliver(CacheMeasured(kind=REPLICA, index=replica.id, incarnation=replica.incarnation, used=used))
+    world.deliver(CacheMeasured(kind=REPLICA, index=replica.id, life=replica.life, used=used))
 
 
 @move(4, lambda world: world.syncing())
@@ -295,9 +295,9 @@ def fail_start(world: Adversary, process: tuple[str, int], choose: Choices) -> N
     world.fail_start(process, final=choose.choice([False, False, True]))
 
 
-@move(1, once(lambda world: len(world.incarnations) <= world.first))
+@move(1, once(lambda world: len(world.lives) <= world.first))
 def join_another(world: Adversary, _: None, choose: Choices) -> None:
-    world.join(len(world.incarnations))
+    world.join(len(world.lives))
 
 
 @move(0.2, once(lambda world: getattr(world.driver.outcome, "outcome", "") != "finished"))
@@ -329,7 +329,7 @@ def want(world: Adversary, _: None, choose: Choices) -> None:
 
 @move(0.2, lambda world: list(world.replicas.values()))
 def take_away(world: Adversary, replica: Any, choose: Choices) -> None:
-    world.deliver(ReplicaLeaves(replica=replica.id, incarnation=replica.incarnation, reason="spot"))
+    world.deliver(ReplicaLeaves(replica=replica.id, life=replica.life, reason="spot"))
 
 
 @move(0.6, lambda world: live_settings())

@@ -1,4 +1,4 @@
-"""A scheduler driven by hand: one line of a test is one fact, and what was ordered can be asked for."""
+"""A scheduler driven by hand: one line of a test is one event, and what was ordered can be asked for."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -78,15 +78,15 @@ class Scripted(CoreRig):
         self.clock = 0.0
         self.timers: dict[int, float] = {}
         """When each timer that was set, and neither fired nor was canceled, is due."""
-        self.orders: list[Command] = []
+        self.commands: list[Command] = []
         """Everything ordered so far, but for the first lives of the replicas."""
         self.tell(RunStarted(replicas=replicas))
         for id in range(replicas):
-            self.tell(ProcessUp(kind="replica", index=id, incarnation=1, slots=slots, samples=samples))
-        self.orders = [order for order in self.orders if not isinstance(order, StartProcess)]
+            self.tell(ProcessUp(kind="replica", index=id, life=1, slots=slots, samples=samples))
+        self.commands = [order for order in self.commands if not isinstance(order, StartProcess)]
 
     def tell(self, event: Event, at: float | None = None) -> list[Command]:
-        """One fact; draws are answered at once, unless that is for the test. Returns what was ordered."""
+        """One event; draws are answered at once, unless that is for the test. Returns what was ordered."""
         self.clock = self.clock + 1.0 if at is None else at
         stamp(event, self.events, self.clock)
         self.events += 1
@@ -98,7 +98,7 @@ class Scripted(CoreRig):
         self.times.note((event,), self.clock)
         self.ledger.observe((event,), new)
         self.check_tick((event,), new)
-        self.orders += new
+        self.commands += new
         for command in list(new):
             if isinstance(command, SetTimer):
                 self.timers[command.timer] = self.clock + command.delay_s
@@ -111,16 +111,16 @@ class Scripted(CoreRig):
                 new += self.tell(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
         return new
 
-    def tell_together(self, *facts: Event) -> list[Command]:
-        """Report facts in one tick, and answer no order. Returns the new orders."""
-        for fact in facts:
-            stamp(fact, self.events, self.clock)
+    def tell_together(self, *events: Event) -> list[Command]:
+        """Report events in one tick, and answer no order. Returns the new orders."""
+        for event in events:
+            stamp(event, self.events, self.clock)
             self.events += 1
-        new = list(self.scheduler.tick(facts))
-        self.times.note(facts, self.clock)
-        self.ledger.observe(facts, new)
-        self.check_tick(facts, new)
-        self.orders += new
+        new = list(self.scheduler.tick(events))
+        self.times.note(events, self.clock)
+        self.ledger.observe(events, new)
+        self.check_tick(events, new)
+        self.commands += new
         return new
 
     def look(self) -> list[Command]:
@@ -147,7 +147,7 @@ class Scripted(CoreRig):
         return one.event(tuple(chain), answered)
 
     def ordered(self, kind: type[Kind]) -> list[Kind]:
-        return [command for command in self.orders if isinstance(command, kind)]
+        return [command for command in self.commands if isinstance(command, kind)]
 
     def finish(self, *groups: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> list[Command]:
         """Running groups end, with tokens of their replica's version, or from `oldest` on."""
@@ -161,14 +161,14 @@ class Scripted(CoreRig):
         replica = self._seat(id)
         first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
-            group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
+            group=id, attempt=group.attempt, replica=replica.id, life=replica.life, tokens=10,
             oldest_version=first if oldest is None else oldest, newest_version=replica.version, trainable=trainable,
             reward_mean=0.5, reward_spread=spread,
         )  # fmt: skip
 
     def _seat(self, id: int) -> Replica:
         """The replica that a group runs on, or ran on last."""
-        starts = (order for order in reversed(self.orders) if isinstance(order, StartGroup | ResumeGroup))
+        starts = (order for order in reversed(self.commands) if isinstance(order, StartGroup | ResumeGroup))
         return self.state.replicas.by_id[next(order.replica for order in starts if order.group == id)]
 
     def abort(self, *groups: int, tokens: int = 5) -> None:
@@ -180,7 +180,7 @@ class Scripted(CoreRig):
         replica = self._seat(id)
         return self.tell(
             GroupFailed(
-                group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, cause=cause,
+                group=id, attempt=group.attempt, replica=replica.id, life=replica.life, cause=cause,
                 reason=reason,
             )
         )  # fmt: skip
@@ -206,7 +206,7 @@ class Scripted(CoreRig):
             version = replica.version if tokens else -1
             self.tell(
                 kind(
-                    group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=tokens,
+                    group=id, attempt=group.attempt, replica=replica.id, life=replica.life, tokens=tokens,
                     oldest_version=version, newest_version=version,
                 )
             )  # fmt: skip
@@ -230,7 +230,7 @@ class Scripted(CoreRig):
     def install(self, id: int = 0, pause: bool = True) -> None:
         """A replica takes the version ordered for it, step by step."""
         replica = self.state.replicas.by_id[id]
-        place = {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
+        place = {"replica": id, "life": replica.life, "attempt": replica.sync_attempt}
         version = self.state.training.latest_version if replica.next_version is None else replica.next_version
         self.tell(WeightsStaged(**place, version=version))
         if pause:
@@ -272,4 +272,4 @@ class Scripted(CoreRig):
         return list(self.state.orders.of(replica, "group"))
 
     def starts(self) -> Iterator[StartGroup | ResumeGroup]:
-        return (command for command in self.orders if isinstance(command, StartGroup | ResumeGroup))
+        return (command for command in self.commands if isinstance(command, StartGroup | ResumeGroup))

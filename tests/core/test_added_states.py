@@ -157,7 +157,7 @@ def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
 def test_a_lost_replica_takes_nothing_from_groups_whose_tokens_are_there() -> None:
     run = checked()
     run.finish(0)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="x"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="x"))
     group = run.view.group(0)
     assert group is not None and (group.state, group.infrastructure_failures) == ("checking", 0)
     leave(run, 0)
@@ -207,7 +207,7 @@ def test_dropping_needs_no_order_but_that_its_trajectories_go() -> None:
     assert run.ordered(TrainStep)[0].groups == (0, 1)
     assert run.ordered(DiscardGroups)[-1].groups == (2,)
     assert not run.ordered(AbortGroup)
-    assert run.state.groups.stages.out == 0
+    assert run.state.groups.state_queues.out == 0
     leave(run, 2)
     assert run.state.orders.stale_echoes == 1
 
@@ -227,7 +227,7 @@ def test_a_resumed_run_generates_groups_again_that_were_in_states() -> None:
     run = checked()
     run.finish(0, 1)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
-    assert run.state.groups.stages.groups_at("generated") == 0
+    assert run.state.groups.state_queues.groups_at("generated") == 0
     group = run.view.group(0)
     assert group is not None and group.state == "queued"
 
@@ -284,7 +284,7 @@ def test_a_group_that_cannot_be_prepared_fails_without_a_place() -> None:
     for group in (2, 3):
         leave(run, group)
     while run.view.group(0) is not None:
-        waiting = [c.group for c in run.ordered(EnterState) if run.state.orders.find("stage", c.group)]
+        waiting = [c.group for c in run.ordered(EnterState) if run.state.orders.find("state", c.group)]
         fail(run, 0) if 0 in waiting else leave(run, waiting[0])
     assert run.view.phase_counts()["released"] == 1 and run.state.ending.last_failure == "no judge"
     check_all(run.state)

@@ -54,7 +54,7 @@ def test_the_owner_of_an_overdue_order_that_waits_for_nobody_is_stopped(answered
     ((kind, reason),) = stopped(run)
     assert (kind, reason.startswith(SCORES), reason.endswith("; it does not answer")) == ("scorer", True, not answered)
     assert run.state.training.steps[0].failures == 0, "it is charged once the process has ended"
-    run.tell(ProcessLost(kind="scorer", index=0, incarnation=1, reason=reason))
+    run.tell(ProcessLost(kind="scorer", index=0, life=1, reason=reason))
     assert run.state.training.steps[0].failures == 1
 
 
@@ -84,7 +84,7 @@ def test_orders_within_limits_are_not_charged_if_another_order_stops_their_proce
     wait(run, run.clock + 51.0)
     ((kind, reason),) = stopped(run)
     assert kind == "trainer"
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason=reason))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason=reason))
     assert run.state.training.steps[0].failures == 0
     assert (run.state.training.steps[0].state, run.state.training.steps[0].attempt) == ("scoring", 2), (
         "it is scored and trained again"
@@ -123,7 +123,7 @@ def test_in_a_circle_the_owner_of_the_overdue_order_is_to_blame(circle: tuple[st
 
 def test_an_order_waits_for_a_process_that_is_being_replaced() -> None:
     run = late_scorer()
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     reported(run, "trainer")
     assert not stopped(run) and limit_and_time(run) == (100.0, 0.0)
 

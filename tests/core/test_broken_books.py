@@ -124,9 +124,9 @@ def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law:
 def test_an_added_state_works_on_as_many_groups_as_it_may() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, added_states=(CHECKING,))
     run.finish(0)
-    stage = run.state.groups.stages.by_name["checking"]
-    assert stage.working == stage.concurrency == 1
-    stage.concurrency = 0
+    queue = run.state.groups.state_queues.by_name["checking"]
+    assert queue.working == queue.concurrency == 1
+    queue.concurrency = 0
     with pytest.raises(InvariantViolated, match="law 2: a state works on more than it may"):
         check_all(run.state)
 

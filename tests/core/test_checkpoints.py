@@ -122,7 +122,7 @@ def test_a_drain_ends_once_its_checkpoints_are_deleted() -> None:
     run.tell(DrainRequested(reason="maintenance"))
     run.abort(*run.running())
     attempt = run.state.replicas.by_id[0].sync_attempt
-    run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=attempt))
+    run.tell(ReplicaPaused(replica=0, life=1, attempt=attempt))
     assert not run.ordered(FinishRun)
     answer(run, *run.ordered(DeleteCheckpoint))
     assert run.ordered(FinishRun)[-1].outcome == "stopped"

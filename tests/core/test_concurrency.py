@@ -97,8 +97,8 @@ def scene() -> Scripted:
     )  # fmt: skip
 
 
-def measured(used: float, incarnation: int = 1) -> CacheMeasured:
-    return CacheMeasured(kind="replica", index=0, incarnation=incarnation, used=used)
+def measured(used: float, life: int = 1) -> CacheMeasured:
+    return CacheMeasured(kind="replica", index=0, life=life, used=used)
 
 
 def test_a_report_of_the_cache_starts_groups_or_holds_them_back() -> None:
@@ -113,7 +113,7 @@ def test_a_report_of_the_cache_starts_groups_or_holds_them_back() -> None:
     assert len(run.tell(measured(0.5))) == 1 and run.tell(measured(0.7)) == []
     assert run.state.groups.ledger.running == 3
     echoes = run.state.orders.stale_echoes
-    run.tell(measured(0.1, incarnation=2))
+    run.tell(measured(0.1, life=2))
     assert run.state.orders.stale_echoes == echoes + 1 and run.state.replicas.by_id[0].cache_used == 0.7
 
 

@@ -84,7 +84,7 @@ def test_an_illegal_answer_is_the_policys_fault_and_named(case):
     run = with_policy(decision, method, answer)
     says = "return ids of type int" if case == "batching no ids" else ""
     with pytest.raises(PolicyError, match=f"the {decision} policy .*{says}"):
-        run.tell(GroupFailed(group=3, attempt=1, replica=0, incarnation=1, cause="data", reason="x"))
+        run.tell(GroupFailed(group=3, attempt=1, replica=0, life=1, cause="data", reason="x"))
         a_step(run)
 
 
@@ -134,7 +134,7 @@ def test_a_version_being_staged_is_not_retired():
     run.install(0)
     run.train_on(*[g for g in run.running()][:2])
     assert 1 not in [c.version for c in run.ordered(RetireWeights)], "replica 1 is still staging version 1"
-    run.tell(WeightsStaged(replica=1, incarnation=1, attempt=1, version=1))
+    run.tell(WeightsStaged(replica=1, life=1, attempt=1, version=1))
     assert 1 in [c.version for c in run.ordered(RetireWeights)]
 
 
@@ -150,7 +150,7 @@ def test_a_success_restores_the_budget_of_publication_and_of_syncs():
         run.tell(PublishFailed(version=last.version, attempt=last.attempt, reason="away"))
         run.publish()
         replica = run.state.replicas.by_id[0]
-        run.tell(SyncFailed(replica=0, incarnation=1, attempt=replica.sync_attempt, version=last.version, reason="x"))
+        run.tell(SyncFailed(replica=0, life=1, attempt=replica.sync_attempt, version=last.version, reason="x"))
         run.install()
     assert not run.ordered(FinishRun) and not run.ordered(StopProcess)
 
@@ -158,10 +158,10 @@ def test_a_success_restores_the_budget_of_publication_and_of_syncs():
 def test_after_a_data_failure_a_partial_group_starts_from_nothing():
     run = small(data_attempts=2)
     run.abort(0)
-    run.tell(GroupFailed(group=0, attempt=2, replica=0, incarnation=1, cause="data", reason="x"))
+    run.tell(GroupFailed(group=0, attempt=2, replica=0, life=1, cause="data", reason="x"))
     assert [type(c) for c in run.starts() if c.group == 0] == [StartGroup, ResumeGroup, StartGroup]
     run.abort(1)
-    run.tell(GroupFailed(group=1, attempt=2, replica=0, incarnation=1, cause="infrastructure", reason="x"))
+    run.tell(GroupFailed(group=1, attempt=2, replica=0, life=1, cause="infrastructure", reason="x"))
     assert [type(c) for c in run.starts() if c.group == 1] == [StartGroup, ResumeGroup, ResumeGroup]
 
 
@@ -175,12 +175,12 @@ def test_parked_groups_resume_before_new_ones_start_and_the_earliest_deadline_fi
     run.finish(2, 3)
     due = {g: run.state.groups.live[g].deadline for g in run.running()}
     assert due == {4: 2, 5: 2, 6: 3, 7: 3}
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="x"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="x"))
     run.train()
     run.publish()
     assert run.view.capacity() > 0 and run.view.waiting > 0, (run.view.capacity(), run.view.waiting)
     before = len(list(run.starts()))
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=3, version=2))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=3, version=2))
     assert [c.group for c in list(run.starts())[before:]] == [4, 5, 6]
 
 
@@ -205,7 +205,7 @@ def test_the_tail_waits_for_a_parked_group():
     run = small(prompts=2, replicas=2, slots=1)
     run.finish(0)
     for id in (0, 1):
-        run.tell(ProcessLost(kind="replica", index=id, incarnation=1, reason="x"))
+        run.tell(ProcessLost(kind="replica", index=id, life=1, reason="x"))
     assert run.state.no_more_prompts and (run.view.ready, run.view.parked, run.view.running) == (1, 1, 0)
     assert not run.ordered(TrainStep)
 
@@ -232,7 +232,7 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
     for r, v, n in ((0, 0, 0), (1, 1, 2), (2, 1, 1)):
         replicas[r].version, replicas[r].slots = v, 4
         for group in range(n):
-            order = StartGroup(group=10 * r + group, attempt=1, replica=r, incarnation=1, admitted_version=v)
+            order = StartGroup(group=10 * r + group, attempt=1, replica=r, life=1, admitted_version=v)
             run.state.orders.add(order)
     assert free.free_slots.least_loaded(0) == 0
     assert free.free_slots.least_loaded(1) == 2
@@ -388,12 +388,12 @@ def fail(run: Scripted, id: int) -> None:
 def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
     run = small(infrastructure_attempts=2)
     run.train_on(0, 1)
-    for incarnation in (1, 2):
+    for life in (1, 2):
         for _ in range(2):
             attempt = run.state.replicas.by_id[0].sync_attempt
-            run.tell(SyncFailed(replica=0, incarnation=incarnation, attempt=attempt, version=1, reason="wrong shape"))
-        if incarnation == 1:
-            run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
+            run.tell(SyncFailed(replica=0, life=life, attempt=attempt, version=1, reason="wrong shape"))
+        if life == 1:
+            run.tell(ProcessUp(kind="replica", index=0, life=2, slots=4, version=0))
     (end,) = run.ordered(FinishRun)
     assert end.outcome == "failed"
     assert "version 1 could not be installed; last error: wrong shape; 2 replicas were stopped for it" in end.reason
@@ -402,7 +402,7 @@ def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
 def test_a_run_that_needs_no_replica_any_more_ends_well_without_one() -> None:
     run = small(max_steps=1)
     run.finish(0, 1)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="gone"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, final=True, reason="gone"))
     run.train()
     run.publish()
     assert run.ordered(FinishRun)[0].outcome == "finished"

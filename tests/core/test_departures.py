@@ -50,11 +50,11 @@ def paused(run: Scripted, id: int) -> None:
     """A replica has parked what ran on it, with tokens, and samples no more."""
     replica = run.state.replicas.by_id[id]
     run.abort(*run.running_on(replica.id))
-    run.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
+    run.tell(ReplicaPaused(replica=id, life=replica.life, attempt=replica.sync_attempt))
 
 
-def joined(run: Scripted, id: int, incarnation: int) -> None:
-    run.tell(ProcessUp(kind="replica", index=id, incarnation=incarnation, slots=100, version=0))
+def joined(run: Scripted, id: int, life: int) -> None:
+    run.tell(ProcessUp(kind="replica", index=id, life=life, slots=100, version=0))
 
 
 # coming to rest
@@ -113,7 +113,7 @@ def test_a_replica_in_a_sync_drains_at_its_end_and_one_that_joins_does_at_once()
     assert replica.state == "pausing"
     run.tell(DrainRequested(reason="maintenance"))
     assert replica.state == "pausing"
-    place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
+    place = {"replica": 0, "life": 1, "attempt": replica.sync_attempt}
     run.tell(SyncFailed(**place, version=1, reason="fault"))
     assert replica.state == "draining"
     joined(run, 5, 1)
@@ -124,7 +124,7 @@ def test_a_pause_that_fails_is_ordered_again() -> None:
     run = small(replicas=1)
     run.tell(DrainRequested(reason="maintenance"))
     first = run.ordered(PauseReplica)[-1]
-    run.tell(SyncFailed(replica=0, incarnation=1, attempt=first.attempt, version=0, reason="fault"))
+    run.tell(SyncFailed(replica=0, life=1, attempt=first.attempt, version=0, reason="fault"))
     again = run.ordered(PauseReplica)[-1]
     assert again.attempt == first.attempt + 1
     paused(run, 0)
@@ -162,7 +162,7 @@ def test_a_drain_waits_for_no_validation_and_the_weights_are_measured_later() ->
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
     run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
     run.publish()
-    assert [r.version for r in run.state.validations.runs.values()] == [2], "the same weights under another version"
+    assert [r.version for r in run.state.validations.live.values()] == [2], "the same weights under another version"
 
 
 # replicas leave and come
@@ -177,11 +177,11 @@ def test_the_highest_replicas_leave_and_their_groups_go_on_elsewhere() -> None:
     assert [order.replica for order in run.ordered(PauseReplica)] == [1]
     paused(run, 1)
     (stop,) = run.ordered(StopProcess)
-    assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
+    assert (stop.kind, stop.index, stop.life) == ("replica", 1, 1)
     assert run.state.replicas.by_id[1].state == "down"
     assert [(order.group, order.replica) for order in run.ordered(ResumeGroup)] == [(group, 0) for group in held]
     assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="stopped"))
     assert not run.ordered(FinishRun) and not run.ordered(StartProcess)
     assert run.state.replicas.by_id[1].process.state == "gone"
 
@@ -200,9 +200,9 @@ def test_a_replica_that_was_let_go_is_started_again_when_it_is_wanted_again() ->
     run = small()
     run.tell(ReplicasWanted(replicas=1))
     paused(run, 1)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
     run.tell(ReplicasWanted(replicas=2))
-    assert [(order.index, order.incarnation) for order in run.ordered(StartProcess)] == [(1, 2)]
+    assert [(order.index, order.life) for order in run.ordered(StartProcess)] == [(1, 2)]
     joined(run, 1, 2)
     assert [replica.state for replica in run.state.replicas.rollouts] == ["ready", "ready"]
 
@@ -225,7 +225,7 @@ def test_a_replica_that_comes_up_as_it_is_stopped_gets_no_work() -> None:
     joined(run, 1, 1)
     assert [order.index for order in run.ordered(StopProcess)] == [1] and run.state.orders.stale_echoes == 1
     assert run.state.replicas.by_id[1].state == "down"
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
     assert run.state.replicas.by_id[1].process.state == "gone"
 
 
@@ -243,7 +243,7 @@ def test_a_stopping_replica_wanted_again_is_charged_if_it_was_stopped_for_failur
     stop = next(order for order in run.ordered(StopProcess) if order.index == 1)
     assert stop.hung == failed
     run.tell(ReplicasWanted(replicas=2))
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason=stop.reason))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason=stop.reason))
     assert run.state.replicas.by_id[1].process.state == "starting"
     assert run.state.replicas.by_id[1].process.deaths == failed
 
@@ -252,10 +252,10 @@ def test_another_life_of_a_replica_that_is_not_wanted_leaves() -> None:
     run = small()
     run.tell(ReplicasWanted(replicas=1))
     paused(run, 1)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
     joined(run, 1, 2)
     paused(run, 1)
-    assert [(order.index, order.incarnation) for order in run.ordered(StopProcess)] == [(1, 1), (1, 2)]
+    assert [(order.index, order.life) for order in run.ordered(StopProcess)] == [(1, 1), (1, 2)]
 
 
 def test_starting_replicas_no_longer_wanted_are_stopped_and_do_not_hide_an_end() -> None:
@@ -263,7 +263,7 @@ def test_starting_replicas_no_longer_wanted_are_stopped_and_do_not_hide_an_end()
     run.tell(ReplicasWanted(replicas=3))
     run.tell(ReplicasWanted(replicas=1))
     assert [order.index for order in run.ordered(StopProcess)] == [1, 2]
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="the node is gone"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, final=True, reason="the node is gone"))
     run.fire()
     (end,) = run.ordered(FinishRun)
     assert "no replica is left; the last one was lost: the node is gone" in end.reason
@@ -271,16 +271,16 @@ def test_starting_replicas_no_longer_wanted_are_stopped_and_do_not_hide_an_end()
 
 def test_a_lost_replica_that_was_to_return_and_is_not_wanted_any_more_is_stopped() -> None:
     run = small()
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     run.tell(ReplicasWanted(replicas=1))
-    assert [(order.index, order.incarnation) for order in run.ordered(StopProcess)] == [(1, 2)]
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="not wanted"))
+    assert [(order.index, order.life) for order in run.ordered(StopProcess)] == [(1, 2)]
+    run.tell(ProcessLost(kind="replica", index=1, life=2, reason="not wanted"))
     joined(run, 1, 2)
     assert run.state.orders.stale_echoes == 1 and run.state.replicas.by_id[1].state == "down", (
         "it was stopped as it came"
     )
     run.tell(ReplicasWanted(replicas=2))
-    assert run.ordered(StartProcess)[-1].incarnation == 3
+    assert run.ordered(StartProcess)[-1].life == 3
     joined(run, 1, 3)
     assert run.state.replicas.by_id[1].state == "ready"
 
@@ -292,9 +292,9 @@ def test_a_replica_wanted_again_while_it_is_stopped_starts_once_it_has_stopped()
     paused(run, 1)
     assert [order.index for order in run.ordered(StopProcess)] == [1]
     run.tell(ReplicasWanted(replicas=2))
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="the node is gone"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, final=True, reason="the node is gone"))
     assert not run.ordered(StartProcess) and not run.ordered(FinishRun)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
     assert [order.index for order in run.ordered(StartProcess)] == [1] and not run.ordered(FinishRun)
     assert run.state.replicas.by_id[1].process.deaths == 0, "it did not end by itself"
     joined(run, 1, 2)
@@ -303,14 +303,14 @@ def test_a_replica_wanted_again_while_it_is_stopped_starts_once_it_has_stopped()
 
 def test_a_replica_that_is_taken_away_may_come_back() -> None:
     run = small()
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
-    run.tell(ReplicaLeaves(replica=0, incarnation=7, reason="an echo"))
+    run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance"))
+    run.tell(ReplicaLeaves(replica=0, life=7, reason="an echo"))
     assert run.state.orders.stale_echoes == 1
     paused(run, 1)
     (stop,) = run.ordered(StopProcess)
     assert (stop.index, stop.reason) == (1, "spot instance")
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
-    assert [(order.index, order.incarnation) for order in run.ordered(StartProcess)] == [(1, 2)]
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
+    assert [(order.index, order.life) for order in run.ordered(StartProcess)] == [(1, 2)]
     joined(run, 1, 2)
     assert run.state.replicas.by_id[1].state == "ready"
 
@@ -318,7 +318,7 @@ def test_a_replica_that_is_taken_away_may_come_back() -> None:
 def test_a_life_that_follows_ends_the_order_to_stop_the_one_before() -> None:
     """Where the scheduler's process died with it, nobody says that the life is over."""
     run = small()
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance"))
     paused(run, 1)
     assert run.state.orders.find("stop", ("replica", 1)) is not None
     joined(run, 1, 2)
@@ -328,26 +328,26 @@ def test_a_life_that_follows_ends_the_order_to_stop_the_one_before() -> None:
 @pytest.mark.parametrize("order", ["notice first", "fewer first"])
 def test_who_is_taken_away_leaves_however_many_are_wanted_meanwhile(order: str) -> None:
     run = small()
-    facts = [ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"), ReplicasWanted(replicas=1)]
-    for fact in facts if order == "notice first" else reversed(facts):
-        run.tell(fact)
+    events = [ReplicaLeaves(replica=1, life=1, reason="spot instance"), ReplicasWanted(replicas=1)]
+    for event in events if order == "notice first" else reversed(events):
+        run.tell(event)
     run.tell(ReplicasWanted(replicas=2))
     paused(run, 1)
     (stop,) = run.ordered(StopProcess)
     assert (stop.index, stop.reason) == (1, "spot instance")
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
-    assert [(order.index, order.incarnation) for order in run.ordered(StartProcess)] == [(1, 2)]
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
+    assert [(order.index, order.life) for order in run.ordered(StartProcess)] == [(1, 2)]
     joined(run, 1, 2)
     assert run.state.replicas.by_id[1].state == "ready"
 
 
 def test_who_is_taken_away_does_not_come_back_where_fewer_are_wanted() -> None:
     run = small()
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance"))
     run.tell(ReplicasWanted(replicas=1))
     paused(run, 1)
     assert run.ordered(StopProcess)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
     assert not run.ordered(StartProcess) and run.state.replicas.by_id[1].process.state == "gone"
 
 
@@ -359,10 +359,10 @@ def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> 
     paused(run, 0)
     replica = run.state.replicas.by_id[1]
     assert replica.state == "yielding"
-    run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
+    run.tell(SyncFailed(replica=1, life=1, attempt=replica.sync_attempt, version=0, reason="fault"))
     assert replica.state == "yielding"
     run.tell(ReplicasWanted(replicas=1))
-    run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
+    run.tell(SyncFailed(replica=1, life=1, attempt=replica.sync_attempt, version=0, reason="fault"))
     assert replica.state == "draining"
     run.tell(ReplicasWanted(replicas=2))
     run.tell(DrainRequested(reason="maintenance"))
@@ -376,8 +376,8 @@ def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> 
 
 def test_a_replica_that_dies_on_its_way_out_is_not_let_go_twice() -> None:
     run = small()
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     joined(run, 1, 2)
     assert run.state.replicas.by_id[1].state == "ready" and not run.ordered(StopProcess)
 
@@ -387,10 +387,10 @@ def test_a_replica_that_dies_on_its_way_out_is_not_let_go_twice() -> None:
 
 def test_the_last_replica_is_waited_for_as_long_as_was_said() -> None:
     run = small(replicas=1, give_up_s=600.0)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="the node is gone"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, final=True, reason="the node is gone"))
     assert not run.ordered(FinishRun)
     joined(run, 0, 2)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=2, final=True, reason="again"))
+    run.tell(ProcessLost(kind="replica", index=0, life=2, final=True, reason="again"))
     run.fire()
     (end,) = run.ordered(FinishRun)
     assert end.outcome == "failed" and "no replica is left; the last one was lost: again" in end.reason
@@ -457,7 +457,7 @@ def test_groups_on_one_replica_have_their_own_times() -> None:
 def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None:
     """A virtual clock stands at 0 then."""
     run = small(timeouts=Timeouts(group_s=10.0), replicas=0)
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0), at=0.0)
+    run.tell(ProcessUp(kind="replica", index=0, life=1, slots=100, version=0), at=0.0)
     run.wait(12.0)
     run.abort(0, 1, 2, 3)
     assert not run.state.orders.open["park"], "that is over with the attempt"
@@ -563,7 +563,7 @@ def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
     moved = run.ordered(ParkGroup)[0].group
     run.abort(moved)
     assert run.state.groups.live[moved].moved
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     joined(run, 0, 2)
     replica = run.state.replicas.by_id[0]
     assert (run.state.replicas.slow(2.0), replica.paced) == ([], 0)

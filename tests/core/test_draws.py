@@ -70,6 +70,6 @@ def test_draws_that_fail_five_times_in_a_row_end_the_run_and_name_the_data_sourc
     assert end.reason == "the data source failed 5 times in a row; last error: OSError: no such file"
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
     assert run.state.ending.outcome is None and run.state.ending.failed_draws == 0
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=4, version=0))
     run.tell(drawn(run, 4))
     assert run.state.groups.ledger.drawn == 4

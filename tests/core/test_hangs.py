@@ -120,7 +120,7 @@ HUNG = [
     ("publish", "trainer", "finished"),
     ("checkpoint", "trainer", "finished"),
     ("score", "scorer", "finished"),
-    ("stage", "added states", "finished"),
+    ("state", "added states", "finished"),
     ("start", "replica", "finished"),
     ("discard", "trajectory store", "begins again"),
     ("retire", "weights store", "begins again"),
@@ -171,7 +171,7 @@ class HangsOnce(Seen):
         for command in tick.commands:
             if isinstance(command, StopProcess) and not self.stopped_at:
                 self.hung, self.stopped_at = command.kind, self.time
-        came_up = any(isinstance(event, ProcessUp) and event.incarnation > 1 for event in tick.events)
+        came_up = any(isinstance(event, ProcessUp) and event.life > 1 for event in tick.events)
         if self.stopped_at and not self.up_at and came_up:
             self.up_at = self.time
         super()._observe(tick)

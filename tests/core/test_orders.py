@@ -63,7 +63,7 @@ from engine.states.orders import (
     UNSOLICITED,
     Order,
     OrderBook,
-    stage_owner,
+    state_owner,
     works_in_order,
 )
 from engine.states.process import REPLICA
@@ -84,7 +84,7 @@ NEED_NO_ORDER = (
 
 
 def orders_matched(book: OrderBook) -> list[Order]:
-    """The orders that the facts of the newest tick answered or reported on."""
+    """The orders that the events of the newest tick answered or reported on."""
     return [order for matched in book.matched.values() for order in matched]
 
 
@@ -196,7 +196,7 @@ def test_a_report_needs_its_order_and_closes_nothing(kind: type[Command], event:
     book = OrderBook()
     book.add(sample(kind, number=0))
     assert book.match(sample(event, order=0)) and len(orders_matched(book)) == len(book) == 1
-    assert not book.match(sample(event, order=1, attempt=1, incarnation=1)) and len(book) == 1
+    assert not book.match(sample(event, order=1, attempt=1, life=1)) and len(book) == 1
 
 
 def test_one_event_ends_a_group_and_what_was_to_cut_it_short() -> None:
@@ -268,7 +268,7 @@ def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, checkpoint_every=2,
         keeps_batches=True, added_states=(WEIGHING,),
     )  # fmt: skip
-    for under_way in ("stage", "checkpoint"):
+    for under_way in ("state", "checkpoint"):
         world = Adversary(figures, PolicySet.from_names({}), prompts=12, slots=4)
         world.join(0)
         while not world.scheduler.state.orders.open[under_way]:
@@ -297,7 +297,7 @@ def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
     book = OrderBook()
     for row, kind in enumerate(kind for kind in RELATIONS if RELATIONS[kind].owner == "state"):
         book.add(sample(kind, group=row, state="judging"))
-    assert book.owned(stage_owner("judging")) == book.all() != [] and book.owned(stage_owner("other")) == []
+    assert book.owned(state_owner("judging")) == book.all() != [] and book.owned(state_owner("other")) == []
     book.add(replace(sample(StartProcess), kind=REPLICA, index=6))
     assert [order.subject for order in book.owned(6)] == ["start"]
 
@@ -400,7 +400,7 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
     run.finish(0)
     assert len(orders_matched(run.state.orders)) == 1
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, life=1, slots=100, version=0))
     assert run.state.orders.stale_echoes == 1 and orders_matched(run.state.orders) == []
 
 

@@ -55,17 +55,17 @@ def parked(order: str) -> list[int]:
     figures = {"train_batch_size": 2, "max_staleness_steps": 2, "max_concurrent_groups": 6, "sync_mode": "abort"}
     run = Scripted(policies={"resume": order}, **figures)
     run.train_on(4, 5)
-    run.tell(WeightsStaged(replica=0, incarnation=1, attempt=1, version=1))
+    run.tell(WeightsStaged(replica=0, life=1, attempt=1, version=1))
     for id, (tokens, unfinished) in enumerate([(10, 3), (30, 2), (20, 2), (0, 0)]):
         version = 0 if tokens else -1
         run.tell(
             GroupAborted(
-                group=id, attempt=1, replica=0, incarnation=1, tokens=tokens, oldest_version=version,
+                group=id, attempt=1, replica=0, life=1, tokens=tokens, oldest_version=version,
                 newest_version=version, unfinished=unfinished,
             )
         )  # fmt: skip
-    run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=1))
-    new = run.tell(WeightsInstalled(replica=0, incarnation=1, attempt=1, version=1))
+    run.tell(ReplicaPaused(replica=0, life=1, attempt=1))
+    new = run.tell(WeightsInstalled(replica=0, life=1, attempt=1, version=1))
     return [order.group for order in new if isinstance(order, StartGroup | ResumeGroup) and order.group < 4]
 
 
@@ -86,7 +86,7 @@ def test_the_resume_policy_orders_parked_groups(order: str, resumed: list[int]) 
 @pytest.mark.parametrize(
     "loss",
     [
-        ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"),
+        ProcessLost(kind="replica", index=0, life=1, reason="killed"),
         RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True),
     ],
 )
@@ -121,7 +121,7 @@ def test_nearest_end_looks_at_length_then_at_staleness_among_equals() -> None:
 
 def test_a_generated_group_has_no_unfinished_trajectory() -> None:
     run = small()
-    run.tell(PrefixStored(group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0,
+    run.tell(PrefixStored(group=0, attempt=1, replica=0, life=1, tokens=4, oldest_version=0, newest_version=0,
                           unfinished=2))  # fmt: skip
     assert [group.unfinished for group in run.view.groups()][:2] == [2, 0]
     run.finish(0)
@@ -456,7 +456,7 @@ def test_the_sync_policy_is_not_asked_about_group_events(registered: None) -> No
     run = small(replicas=2, slots=2, policies={"sync": "counting"})
     run.train_on(0, 1)
     for sync in run.ordered(StageWeights):
-        run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
+        run.tell(WeightsStaged(replica=sync.replica, life=1, attempt=sync.attempt, version=1))
     before = len(asked)
     generating = [id for id in run.running() if run.view.replicas()[run.replica_of(id)].state == "ready"]
     run.keep_prefix(generating[0])

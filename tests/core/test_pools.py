@@ -1,4 +1,4 @@
-"""Tasks that share hardware take turns on it; those that do not, overlap. Each line is one fact or one order."""
+"""Tasks that share hardware take turns on it; those that do not, overlap. Each line is one event or one order."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def small(pools: tuple[Pool, ...], *, replicas: int = 1, slots: int = 100, **lim
 
 def place(run: Scripted, id: int = 0) -> dict[str, int]:
     replica = run.state.replicas.by_id[id]
-    return {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
+    return {"replica": id, "life": replica.life, "attempt": replica.sync_attempt}
 
 
 def sleep(run: Scripted, id: int = 0) -> list[Command]:
@@ -204,10 +204,10 @@ def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
 
 def test_training_waits_for_a_starting_replica_only_if_the_replica_has_room() -> None:
     run = small(TWO_TOGETHER, replicas=2, slots=2)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     run.finish(*run.running_on(0))
     assert states(run) == ["ready", "down"], "it takes its GPU before it is up"
-    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no room"))
+    run.tell(ProcessWaits(kind="replica", index=1, life=2, reason="no room"))
     sleep(run, 0)
     assert len(run.ordered(TrainStep)) == 1
 
@@ -215,26 +215,26 @@ def test_training_waits_for_a_starting_replica_only_if_the_replica_has_room() ->
 def test_training_does_not_wait_for_a_replica_that_has_not_begun_to_start() -> None:
     run = small(TOGETHER)
     run.finish(0, 1)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     assert len(run.ordered(TrainStep)) == 1 and not run.ordered(StartProcess)
 
 
 def test_training_does_not_wait_for_a_replica_beyond_its_restart_budget() -> None:
     run = small(TWO_TOGETHER, replicas=2, slots=2, replica_restarts=1)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     run.finish(*run.running_on(0))
     assert states(run) == ["ready", "down"]
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="it could not be started"))
+    run.tell(ProcessLost(kind="replica", index=1, life=2, reason="it could not be started"))
     sleep(run, 0)
     assert len(run.ordered(TrainStep)) == 1
 
 
 def test_replicas_sample_while_another_of_their_pool_starts() -> None:
     run = small(TWO_TOGETHER, replicas=2, slots=2)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     run.finish(*run.running_on(0))
     assert states(run) == ["ready", "down"] and run.running_on(0) and not run.ordered(TrainStep)
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=2, version=0))
+    run.tell(ProcessUp(kind="replica", index=1, life=2, slots=2, version=0))
     assert states(run) == ["yielding", "yielding"]
 
 
@@ -242,12 +242,12 @@ def test_a_replica_that_dies_while_its_pool_trains_starts_once_the_pool_is_free(
     run = small(TOGETHER, replica_restarts=1)
     run.finish(0, 1)
     sleep(run)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     run.train()
     assert not run.ordered(StartProcess), "the weights have not left the pool"
     run.publish()
-    assert run.ordered(StartProcess)[-1].incarnation == 2
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=1))
+    assert run.ordered(StartProcess)[-1].life == 2
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=4, version=1))
     assert states(run) == ["ready"]
 
 
@@ -256,9 +256,9 @@ def test_a_replica_that_leaves_before_its_pool_is_free_never_starts() -> None:
     run.finish(*run.running_on(0))
     sleep(run, 0)
     sleep(run, 1)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     run.tell(ReplicasWanted(replicas=1))
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="it was stopped"))
+    run.tell(ProcessLost(kind="replica", index=1, life=2, reason="it was stopped"))
     run.train()
     run.publish()
     assert not run.ordered(StartProcess)
@@ -272,13 +272,13 @@ def test_a_trainer_starts_while_the_replicas_of_its_pool_sleep() -> None:
     run.publish()
     run.tell(WeightsStaged(**place(run), version=1))
     run.tell(WeightsInstalled(**place(run), version=1))
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     assert states(run) == ["yielding"] and not run.ordered(StartProcess)
     orders = sleep(run)
     assert [order.redo for order in orders if isinstance(order, StartProcess)] == [(0,)]
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     assert len(run.ordered(StartProcess)) == 1, "the replica starts after the trainer"
-    orders = run.tell(ProcessUp(kind="trainer", index=0, incarnation=2))
+    orders = run.tell(ProcessUp(kind="trainer", index=0, life=2))
     assert [order.kind for order in orders if isinstance(order, StartProcess)] == ["replica"]
 
 
@@ -291,7 +291,7 @@ def test_a_trainer_gets_what_was_ordered_while_it_waited_for_its_pool() -> None:
     run.tell(WeightsStaged(**place(run), version=1))
     run.tell(WeightsInstalled(**place(run), version=1))
     run.tell(DrainRequested(reason="maintenance"))
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     orders = sleep(run)
     kinds = [type(order) for order in orders if isinstance(order, StartProcess | SaveCheckpoint)]
     assert kinds == [StartProcess, SaveCheckpoint]
@@ -299,12 +299,12 @@ def test_a_trainer_gets_what_was_ordered_while_it_waited_for_its_pool() -> None:
 
 def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
     run = small(TWO_TOGETHER, replicas=2, slots=2)
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
-    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no room"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
+    run.tell(ProcessWaits(kind="replica", index=1, life=2, reason="no room"))
     run.finish(*run.running_on(0))
     sleep(run, 0)
     assert len(run.ordered(TrainStep)) == 1
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=2, version=0))
+    run.tell(ProcessUp(kind="replica", index=1, life=2, slots=2, version=0))
     assert states(run) == ["asleep", "yielding"] and not run.running()
     run.tell(ReplicaPaused(**place(run, 1)))
     run.train()
@@ -316,14 +316,14 @@ def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
 
 def test_a_batch_that_passed_its_inspection_waits_until_the_pool_has_room() -> None:
     run = small(TWO_TOGETHER, replicas=2, slots=2, added_states=(GATING,))
-    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
-    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no room"))
+    run.tell(ProcessLost(kind="replica", index=1, life=1, reason="killed"))
+    run.tell(ProcessWaits(kind="replica", index=1, life=2, reason="no room"))
     run.finish(*run.running_on(0))
     sleep(run, 0)
-    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason=""))
+    run.tell(ProcessWaits(kind="replica", index=1, life=2, reason=""))
     run.tell(inspection_answer(run.ordered(InspectStep)[-1], succeed=True))
     assert not run.ordered(TrainStep), "the replica takes its GPU before it is up"
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=4, version=0))
+    run.tell(ProcessUp(kind="replica", index=1, life=2, slots=4, version=0))
     assert states(run) == ["asleep", "yielding"] and not run.ordered(TrainStep)
     run.tell(ReplicaPaused(**place(run, 1)))
     assert len(run.ordered(TrainStep)) == 1
@@ -338,8 +338,8 @@ def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() ->
         assert states(run) == ["yielding"] and not run.ordered(TrainStep)
     run.tell(SyncFailed(**place(run), version=0, reason="no memory"))
     assert states(run) == ["down"] and not run.ordered(TrainStep), "its process still has the memory"
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="it was stopped"))
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="it was stopped"))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=4, version=0))
     sleep(run)
     assert len(run.ordered(TrainStep)) == 1
 
@@ -352,7 +352,7 @@ def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_slee
     for chunk in (0, 1):
         assert [index for _, index in run.state.orders.open["rows"]] == [0, 1][chunk:], "none is begun"
         run.tell(
-            RowsMeasured(validation=0, chunk=chunk, attempt=1, replica=0, incarnation=1, version=0, measured=1, right=1,
+            RowsMeasured(validation=0, chunk=chunk, attempt=1, replica=0, life=1, version=0, measured=1, right=1,
                          reward=1.0)
         )  # fmt: skip
     assert states(run) == ["yielding", "ready"]
@@ -364,7 +364,7 @@ def test_a_validation_that_fails_lets_its_replica_go_to_sleep() -> None:
     run.finish(*run.running_on(1))
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
-    run.tell(RowsFailed(validation=0, chunk=0, attempt=1, replica=0, incarnation=1, reason="no luck"))
+    run.tell(RowsFailed(validation=0, chunk=0, attempt=1, replica=0, life=1, reason="no luck"))
     assert states(run) == ["yielding", "asleep"], "nothing else will ever say that its rows are measured no more"
 
 
@@ -404,7 +404,7 @@ def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
 def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
     run = small((), replicas=2, train_after_sync=True, validation=ValidationLimits(rows=2, at_start=True))
     run.train_on(0, 1, 2, 3)
-    assert [*run.state.validations.runs[0].replicas] == [0], "by the first validation"
+    assert [*run.state.validations.live[0].replicas] == [0], "by the first validation"
     run.install(1)
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
 

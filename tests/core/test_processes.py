@@ -68,15 +68,15 @@ def process(run: Scripted, kind: str, index: int = 0) -> Process:
 
 def lose(run: Scripted, kind: str, index: int = 0, **said: Any) -> list[Any]:
     """The newest life of a process ends."""
-    life = process(run, kind, index).incarnation
-    return run.tell(ProcessLost(kind=kind, index=index, incarnation=life, **{"reason": "killed", **said}))
+    life = process(run, kind, index).life
+    return run.tell(ProcessLost(kind=kind, index=index, life=life, **{"reason": "killed", **said}))
 
 
 def come_up(run: Scripted, kind: str, index: int = 0) -> list[Any]:
     """The life that was ordered is up."""
     slots = 100 if kind == "replica" else 0
-    life = process(run, kind, index).incarnation
-    return run.tell(ProcessUp(kind=kind, index=index, incarnation=life, slots=slots))
+    life = process(run, kind, index).life
+    return run.tell(ProcessUp(kind=kind, index=index, life=life, slots=slots))
 
 
 def step(run: Scripted, publish: bool = True) -> None:
@@ -95,7 +95,7 @@ def saved(run: Scripted) -> None:
 
 def started(run: Scripted, kind: str) -> list[int]:
     """The lives of a kind that were ordered since the run began."""
-    return [order.incarnation for order in run.ordered(StartProcess) if order.kind == kind]
+    return [order.life for order in run.ordered(StartProcess) if order.kind == kind]
 
 
 # restart budgets
@@ -177,7 +177,7 @@ def test_each_replica_has_its_own_budget() -> None:
 def test_a_replica_that_is_taken_away_costs_no_restart() -> None:
     run = small(replica_restarts=0)
     for life in (1, 2, 3):
-        run.tell(ReplicaLeaves(replica=1, incarnation=life, reason="spot instance"))
+        run.tell(ReplicaLeaves(replica=1, life=life, reason="spot instance"))
         if life == 2:
             paused(run, 1)
         lose(run, "replica", 1)
@@ -278,8 +278,8 @@ def test_the_process_of_added_states_restarts_and_each_group_there_is_charged_on
 def test_a_life_that_nobody_ordered_takes_the_place_of_the_one_before() -> None:
     run = small(slots=2)
     groups = list(run.running_on(1))
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=5, slots=100))
-    assert process(run, "replica", 1).incarnation == run.state.replicas.by_id[1].incarnation == 5
+    run.tell(ProcessUp(kind="replica", index=1, life=5, slots=100))
+    assert process(run, "replica", 1).life == run.state.replicas.by_id[1].life == 5
     assert [run.state.groups.live[id].infrastructure_failures for id in groups] == [1, 1]
     lose(run, "replica", 1)
     assert started(run, "replica") == [6], "no number is used twice"
@@ -288,10 +288,10 @@ def test_a_life_that_nobody_ordered_takes_the_place_of_the_one_before() -> None:
 def test_a_life_that_nobody_ordered_ends_the_order_to_start_an_older_one() -> None:
     run = small()
     lose(run, "replica", 1)
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=7, slots=100))
+    run.tell(ProcessUp(kind="replica", index=1, life=7, slots=100))
     assert not run.state.orders.open["start"] and run.state.replicas.by_id[1].state == "ready"
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=100))
-    assert run.state.orders.stale_echoes == 1 and process(run, "replica", 1).incarnation == 7
+    run.tell(ProcessUp(kind="replica", index=1, life=2, slots=100))
+    assert run.state.orders.stale_echoes == 1 and process(run, "replica", 1).life == 7
 
 
 @pytest.mark.parametrize("kind", ["replica", "trainer", "trajectory store"])
@@ -300,20 +300,20 @@ def test_events_about_a_life_that_has_ended_change_nothing(kind: str) -> None:
     if kind != "trajectory store":
         lose(run, kind)
         come_up(run, kind)
-    life = process(run, kind).incarnation
+    life = process(run, kind).life
     echoes = run.state.orders.stale_echoes
     before = state_of(run.scheduler)
     for event in (
-        ProcessLost(kind=kind, index=0, incarnation=life - 1, reason="late", final=True),
-        ProcessUp(kind=kind, index=0, incarnation=life - 1, slots=100),
-        ProcessUp(kind=kind, index=0, incarnation=life, slots=100),
+        ProcessLost(kind=kind, index=0, life=life - 1, reason="late", final=True),
+        ProcessUp(kind=kind, index=0, life=life - 1, slots=100),
+        ProcessUp(kind=kind, index=0, life=life, slots=100),
     ):
         assert run.tell(event) == [] and process(run, kind).state == "up"
     assert run.state.orders.stale_echoes == echoes + 3 and state_of(run.scheduler) != before, "stale echoes are counted"
     if kind != "trajectory store":
         lose(run, kind)
         charged = process(run, kind).deaths
-        run.tell(ProcessLost(kind=kind, index=0, incarnation=life, reason="said twice"))
+        run.tell(ProcessLost(kind=kind, index=0, life=life, reason="said twice"))
         assert (process(run, kind).deaths, process(run, kind).state) == (charged, "starting")
 
 
@@ -378,7 +378,7 @@ def test_a_checkpoint_unreported_by_a_lost_trainer_counts_and_starts_the_next_li
         run.state.checkpoints.steps == [2, 4] and run.state.checkpoints.newest == 4 and not run.state.checkpoint_pending
     )
     assert [order.steps for order in run.ordered(DeleteCheckpoint)] == [2], "it counts like any other"
-    orders = [type(order) for order in run.orders]
+    orders = [type(order) for order in run.commands]
     assert orders.index(StartProcess) < orders.index(DeleteCheckpoint), "the next life gets the order to delete"
 
 
@@ -457,7 +457,7 @@ def test_a_checkpoint_lost_with_the_trainer_is_written_before_a_drain_ends() -> 
     run.abort(*run.running())
     for replica in run.state.replicas.by_id.values():
         if replica.state == "draining":
-            run.tell(ReplicaPaused(replica=replica.id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
+            run.tell(ReplicaPaused(replica=replica.id, life=replica.life, attempt=replica.sync_attempt))
     assert run.state.ending.outcome is None, "the checkpoint is still to be written"
     come_up(run, "trainer")
     assert [order.steps for order in run.ordered(SaveCheckpoint)] == [1, 1]
@@ -524,7 +524,7 @@ def test_after_a_life_found_its_checkpoint_damaged_the_next_begins_elsewhere() -
     run.tell(CheckpointDamaged(steps=2, reason="a checksum is wrong"))
     lose(run, "trainer", reason="its checkpoint is damaged")
     start = run.ordered(StartProcess)[-1]
-    assert (start.incarnation, start.steps, start.version) == (3, 2, 2), "the published weights hold the same steps"
+    assert (start.life, start.steps, start.version) == (3, 2, 2), "the published weights hold the same steps"
 
 
 def test_a_damaged_checkpoint_that_nothing_replaces_ends_the_run() -> None:
@@ -547,7 +547,7 @@ def test_a_damaged_checkpoint_that_nothing_replaces_ends_the_run() -> None:
 @pytest.mark.parametrize("final", [False, True])
 def test_a_lost_store_or_gateway_stops_the_run_to_begin_again(kind: str, final: bool) -> None:
     run = small()
-    run.tell(ProcessLost(kind=kind, index=0, incarnation=1, reason="killed", final=final))
+    run.tell(ProcessLost(kind=kind, index=0, life=1, reason="killed", final=final))
     (end,) = run.ordered(FinishRun)
     assert (end.outcome, end.reason, end.again) == ("stopped", f"the {kind} is lost: killed", not final)
     assert not run.ordered(StartProcess)
@@ -563,7 +563,7 @@ def test_a_lost_store_or_gateway_stops_the_run_to_begin_again(kind: str, final: 
 def test_a_process_that_waits_for_room_is_named_until_it_is_up(kind: str, by: str, doing: str) -> None:
     run = small(replicas=1)
     lose(run, kind)
-    life = {"kind": kind, "index": 0, "incarnation": 2}
+    life = {"kind": kind, "index": 0, "life": 2}
     before = state_of(run.scheduler)
     run.tell(ProcessWaits(**life, reason="1 GPU is needed, 0 are free"))
     assert state_of(run.scheduler) != before
@@ -632,11 +632,11 @@ def test_a_resume_numbers_the_next_lives_and_fills_every_budget() -> None:
     lose(run, "trainer")
     come_up(run, "trainer")
     new = run.tell(RunResumed(steps=0, replicas=3, consumed=(), released=(), kept=True))
-    starts = [(order.index, order.incarnation) for order in new if isinstance(order, StartProcess)]
+    starts = [(order.index, order.life) for order in new if isinstance(order, StartProcess)]
     assert starts == [(0, 2), (1, 3), (2, 1)]
-    assert (process(run, "trainer").incarnation, process(run, "trainer").state) == (3, "up")
+    assert (process(run, "trainer").life, process(run, "trainer").state) == (3, "up")
     assert process(run, "replica", 1).deaths == process(run, "trainer").deaths == 0
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=2, reason="of the life before"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=2, reason="of the life before"))
     assert run.state.orders.stale_echoes == 1 and process(run, "trainer").state == "up"
 
 
@@ -653,11 +653,11 @@ def test_no_two_processes_have_one_name() -> None:
 def test_who_is_stopped_may_report_nothing_more() -> None:
     """It is up, and its order to stop is on its way: what it reports is over."""
     run = small()
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance"))
     paused(run, 1)
-    assert [order.incarnation for order in run.ordered(StopProcess)] == [1]
+    assert [order.life for order in run.ordered(StopProcess)] == [1]
     before = run.state.orders.stale_echoes
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance, again"))
+    run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance, again"))
     assert run.state.orders.stale_echoes == before + 1
     lose(run, "replica", 1)
     assert started(run, "replica") == [2]

@@ -22,8 +22,8 @@ def trains(**others: Any) -> Scripted:
 
 
 def lose_store(run: Scripted) -> FinishRun:
-    life = run.state.process("weights store", 0).incarnation
-    run.tell(ProcessLost(kind="weights store", index=0, incarnation=life, reason="killed"))
+    life = run.state.process("weights store", 0).life
+    run.tell(ProcessLost(kind="weights store", index=0, life=life, reason="killed"))
     return run.ordered(FinishRun)[-1]
 
 
@@ -42,7 +42,7 @@ def resume(run: Scripted, *, again: bool = True, steps: int | None = None) -> No
     run.tell(RunResumed(steps=state.training.steps_trained if steps is None else steps, replicas=1, consumed=consumed,
                         released=(), kept=steps is None, again=again))  # fmt: skip
     run.publish()
-    joined(run, 0, state.replicas.by_id[0].process.incarnation)
+    joined(run, 0, state.replicas.by_id[0].process.life)
     run.install()
 
 

@@ -270,8 +270,8 @@ def test_a_forged_record_is_found_to_break_its_law(forgery: str) -> None:
 
 # -- laws about single groups, in runs written by hand -----------------------------------------------------------------
 
-GROUP: dict[str, Any] = {"group": 0, "attempt": 1, "replica": 0, "incarnation": 1}
-RESUMED: dict[str, Any] = {"group": 0, "attempt": 2, "replica": 1, "incarnation": 1}
+GROUP: dict[str, Any] = {"group": 0, "attempt": 1, "replica": 0, "life": 1}
+RESUMED: dict[str, Any] = {"group": 0, "attempt": 2, "replica": 1, "life": 1}
 TOKENS = {"tokens": 5, "oldest_version": 0, "newest_version": 0}
 START = StartGroup(**GROUP, number=7, cause=0)
 MOVE = ParkGroup(**GROUP, cause=0)
@@ -284,7 +284,7 @@ TIMER = TimerFired(timer=0)
 def by_hand(*frames: tuple[float, Event, tuple[Command, ...]], **figures: Any) -> RunLedger:
     """Two replicas are up and prompts are drawn. Then, after so many seconds each, something happens."""
     limits = dataclasses.replace(LIMITS, **{"straggler_factor": 2.0, "timeouts": Timeouts.every(60.0), **figures})
-    ups = [ProcessUp(kind="replica", index=index, incarnation=1, slots=4) for index in range(2)]
+    ups = [ProcessUp(kind="replica", index=index, life=1, slots=4) for index in range(2)]
     begun: list[Event] = [RunStarted(replicas=2), *ups, PromptsDrawn(first=0, count=9, exhausted=False)]
     all_frames: list[tuple[float, Event, tuple[Command, ...]]] = [(0.0, event, ()) for event in begun]
     now, made = 0.0, []
@@ -297,8 +297,8 @@ def by_hand(*frames: tuple[float, Event, tuple[Command, ...]], **figures: Any) -
 
 def test_a_group_starts_on_a_replica_that_is_up_in_the_tick_that_orders_its_life() -> None:
     """A launch brought it up; the tick that heard so also took the request for it."""
-    up = ProcessUp(kind="replica", index=2, incarnation=1, slots=4)
-    life = StartProcess(kind="replica", index=2, incarnation=1, cause=0)
+    up = ProcessUp(kind="replica", index=2, life=1, slots=4)
+    life = StartProcess(kind="replica", index=2, life=1, cause=0)
     there = replace(START, replica=2)
     by_hand((0.0, up, (life, there)))
     with pytest.raises(Finding, match="a group starts on a replica that cannot run it"):
@@ -317,7 +317,7 @@ def test_a_group_is_moved_once() -> None:
 
 
 def test_a_group_is_cut_short_after_its_time_limit_of_work() -> None:
-    pause = PauseReplica(replica=0, incarnation=1, attempt=1, version=1, mode="abort", cause=0)
+    pause = PauseReplica(replica=0, life=1, attempt=1, version=1, mode="abort", cause=0)
     start = (0.0, TIMER, (START,))
     by_hand(start, (60.0, TIMER, (OVERDUE,)))
     by_hand(start, (20.0, TIMER, (OVERDUE,)), timeouts=Timeouts.every(60.0, max_s=20.0))
@@ -336,7 +336,7 @@ def test_a_trainer_counts_as_overdue_only_after_its_time_limit_since_it_progress
     generated = GroupGenerated(**GROUP, **TOKENS, trainable=2, reward_mean=0.5, reward_spread=1.0)
     begin = [(0.0, TIMER, (START,)), (1.0, generated, (train,))]
     overdue = OrderOverdue(order=8, took_s=60.0, limit_s=60.0, setting="timeouts.train_s", chain=("trainer",))
-    stop = StopProcess(kind="trainer", index=0, incarnation=1, reason="it took too long", hung=True, cause=7)
+    stop = StopProcess(kind="trainer", index=0, life=1, reason="it took too long", hung=True, cause=7)
     late, progress = (30.0, overdue, (stop,)), (30.0, OrderProgressed(order=8), ())
     by_hand(*begin, (30.0, TIMER, ()), late)
     by_hand(*begin, progress, late, timeouts=Timeouts.every(60.0, max_s=60.0))
@@ -356,7 +356,7 @@ def test_the_deadline_policy_acts_only_on_groups_that_had_their_whole_timeout() 
 
 def test_a_group_is_given_up_only_after_an_attempt_failed() -> None:
     start = (0.0, TIMER, (START,))
-    lost = ProcessLost(kind="replica", index=0, incarnation=1, reason="fault")
+    lost = ProcessLost(kind="replica", index=0, life=1, reason="fault")
     aborted = GroupAborted(**GROUP, **TOKENS)
     overdue = (60.0, TIMER, (OVERDUE,))
     for frames in ([(1.0, FAILED, (GIVE_UP,))], [(1.0, lost, (GIVE_UP,))], [overdue, (1.0, aborted, (GIVE_UP,))]):
@@ -368,9 +368,9 @@ def test_a_group_is_given_up_only_after_an_attempt_failed() -> None:
 def test_work_of_an_added_state_that_failed_or_is_ordered_again_has_failed() -> None:
     work = EnterState(group=0, attempt=2, state="checking", cause=0)
     failed = StateFailed(group=0, attempt=2, state="checking", cause="data", reason="fault")
-    lost = ProcessLost(kind="added states", index=0, incarnation=1, reason="fault")
-    for fact, commands in ((failed, (GIVE_UP,)), (lost, (GIVE_UP,)), (TIMER, (replace(work, attempt=3), GIVE_UP))):
-        frames = [(0.0, TIMER, (START,)), (1.0, generated(0), (work,)), (1.0, fact, commands)]
+    lost = ProcessLost(kind="added states", index=0, life=1, reason="fault")
+    for event, commands in ((failed, (GIVE_UP,)), (lost, (GIVE_UP,)), (TIMER, (replace(work, attempt=3), GIVE_UP))):
+        frames = [(0.0, TIMER, (START,)), (1.0, generated(0), (work,)), (1.0, event, commands)]
         by_hand(*frames, added_states=(CHECKING,))
 
 
@@ -398,14 +398,13 @@ def test_a_batch_is_inspected_whatever_weights_a_replica_has_that_leaves() -> No
     resumed = RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True)
     publish, leave = PublishWeights(version=1, attempt=1, steps=0, number=8, cause=0), {"attempt": 1, "version": 0}
     current, old = (
-        ProcessUp(kind="replica", index=index, incarnation=2, slots=4, version=version)
-        for index, version in ((0, 1), (1, 0))
+        ProcessUp(kind="replica", index=index, life=2, slots=4, version=version) for index, version in ((0, 1), (1, 0))
     )
     begun = [
         (0.0, TIMER, (START, replace(START, group=1))), (1.0, generated(0), ()), (1.0, generated(1), ()),
         (1.0, resumed, (publish,)), (1.0, WeightsPublished(version=1, attempt=1), ()), (1.0, current, ()),
     ]  # fmt: skip
-    pause = PauseReplica(replica=1, incarnation=2, mode="abort", **leave, cause=0)
+    pause = PauseReplica(replica=1, life=2, mode="abort", **leave, cause=0)
     figures = {"added_states": (GATING,), "train_after_sync": True}
     by_hand(*begun, (1.0, old, (pause, INSPECT)), **figures)
     with pytest.raises(Finding, match="a step is trained before replica 1 has the newest weights"):
@@ -414,15 +413,15 @@ def test_a_batch_is_inspected_whatever_weights_a_replica_has_that_leaves() -> No
         )
 
 
-def test_what_a_replica_reports_behind_the_fact_that_stopped_it_is_stale() -> None:
+def test_what_a_replica_reports_behind_the_event_that_stopped_it_is_stale() -> None:
     overdue = OrderOverdue(order=5, took_s=60.0, limit_s=60.0, setting="timeouts.cut_s")
-    stop = StopProcess(kind="replica", index=0, incarnation=1, reason="hung", hung=True)
+    stop = StopProcess(kind="replica", index=0, life=1, reason="hung", hung=True)
     again = StartGroup(**RESUMED, number=9, cause=0)
-    for facts, starts in (((overdue, generated(0)), True), ((generated(0), overdue), False)):
+    for events, starts in (((overdue, generated(0)), True), ((generated(0), overdue), False)):
         ledger = by_hand((0.0, TIMER, (START,)))
-        for at, fact in enumerate(facts, start=5):
-            stamp(fact, at, 1.0)
-        ledger.observe(facts, (replace(stop, cause=overdue.id),))
+        for at, event in enumerate(events, start=5):
+            stamp(event, at, 1.0)
+        ledger.observe(events, (replace(stop, cause=overdue.id),))
         if starts:
             ledger.observe((TIMER,), (again,))
         else:
@@ -431,10 +430,10 @@ def test_what_a_replica_reports_behind_the_fact_that_stopped_it_is_stale() -> No
 
 
 def test_a_replica_that_is_wanted_again_starts_at_once_whatever_else_is_lost() -> None:
-    first, other = (StartProcess(kind="replica", index=index, incarnation=2, cause=0) for index in (0, 1))
-    lost = ProcessLost(kind="replica", index=0, incarnation=1, reason="killed")
-    unborn = replace(lost, incarnation=2, reason="unborn", final=True)
-    begun, again = (0.0, lost, (first,)), replace(first, incarnation=3)
+    first, other = (StartProcess(kind="replica", index=index, life=2, cause=0) for index in (0, 1))
+    lost = ProcessLost(kind="replica", index=0, life=1, reason="killed")
+    unborn = replace(lost, life=2, reason="unborn", final=True)
+    begun, again = (0.0, lost, (first,)), replace(first, life=3)
     by_hand(begun, (1.0, unborn, ()), (1.0, replace(lost, index=1), (other, again)))
     with pytest.raises(Finding, match="starts failed, so the next one waits 1 s"):
         by_hand(begun, (1.0, unborn, (again,)))

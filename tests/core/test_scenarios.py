@@ -112,7 +112,7 @@ def test_ended_trajectories_of_several_groups_make_room_for_the_next_group() -> 
     run.finish(0)
     assert [start.group for start in run.starts()] == [0, 1, 2, 3], "the replica gave its slot away before"
     run.abort(1, 2, 3)
-    resumed = [order.group for order in run.orders if isinstance(order, ResumeGroup)]
+    resumed = [order.group for order in run.commands if isinstance(order, ResumeGroup)]
     assert resumed == [1, 2, 3][: len(resumed)] and len(resumed) == 2, "after an abort each counts in full again"
 
 
@@ -300,7 +300,9 @@ def test_a_version_is_staged_then_the_pause_covers_only_the_swap() -> None:
     run.train_on(0, 1)
     assert run.ordered(StageWeights) and not run.ordered(PauseReplica)
     run.install()
-    sync = [type(c) for c in run.orders if isinstance(c, StageWeights | PauseReplica | InstallWeights | ResumeReplica)]
+    sync = [
+        type(c) for c in run.commands if isinstance(c, StageWeights | PauseReplica | InstallWeights | ResumeReplica)
+    ]
     assert sync == [StageWeights, PauseReplica, InstallWeights, ResumeReplica]
     assert run.running()[:2] == [2, 3], "kept requests hold their slots"
     assert [c.version for c in run.ordered(RetireWeights)] == [0]
@@ -322,7 +324,7 @@ def test_rolling_takes_one_replica_at_a_time() -> None:
         run.install(id, pause=False)
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
     replica = run.state.replicas.by_id[0]
-    run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=replica.sync_attempt))
+    run.tell(ReplicaPaused(replica=0, life=1, attempt=replica.sync_attempt))
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
 
 
@@ -342,13 +344,13 @@ def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None
     run.train_on(0, 1)
     run.install(pause=False)
     replica = run.state.replicas.by_id[0]
-    run.tell(SyncFailed(replica=0, incarnation=1, attempt=1, version=1, reason="timeout"))
+    run.tell(SyncFailed(replica=0, life=1, attempt=1, version=1, reason="timeout"))
     assert (replica.state, replica.version) == ("ready", 0)
     assert isinstance(run.ordered(ResumeReplica)[-1], ResumeReplica)
     assert [c.attempt for c in run.ordered(StageWeights)] == [1, 2]
-    run.tell(WeightsStaged(replica=0, incarnation=1, attempt=1, version=1))
+    run.tell(WeightsStaged(replica=0, life=1, attempt=1, version=1))
     assert run.state.is_staging(replica), "the echo of the first sync does not answer the second"
-    run.tell(SyncFailed(replica=0, incarnation=1, attempt=2, version=1, reason="timeout"))
+    run.tell(SyncFailed(replica=0, life=1, attempt=2, version=1, reason="timeout"))
     assert run.ordered(StopProcess)[0].index == 0
     assert replica.state == "down"
 
@@ -359,9 +361,9 @@ def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None
 def test_a_failed_group_is_retried_in_its_own_place_by_the_budget_of_its_cause() -> None:
     run = small(data_attempts=2)
     for attempt in (1, 2):
-        event = GroupFailed(group=0, attempt=attempt, replica=0, incarnation=1, cause="data", reason="no answer")
+        event = GroupFailed(group=0, attempt=attempt, replica=0, life=1, cause="data", reason="no answer")
         run.tell(event)
-        run.tell(GroupFailed(group=0, attempt=attempt, replica=0, incarnation=1, cause="data", reason="an echo"))
+        run.tell(GroupFailed(group=0, attempt=attempt, replica=0, life=1, cause="data", reason="an echo"))
     assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
     assert run.view.group(0) is None
     assert run.view.phase_counts()["released"] == 1
@@ -371,12 +373,12 @@ def test_a_failed_group_is_retried_in_its_own_place_by_the_budget_of_its_cause()
 def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -> None:
     run = small(replicas=2, slots=2)
     late = run.generated(0)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     assert run.view.parked == 2, "no slot is free elsewhere"
     run.tell(late)
     assert run.view.ready == 0
     assert run.state.orders.stale_echoes == 1
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=2, version=0))
     assert run.view.parked == 0
     assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
 
@@ -386,7 +388,7 @@ def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
     lost = run.replica_of(0)
     run.keep_prefix(0, tokens=7)
     assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].tokens == 7
-    run.tell(ProcessLost(kind="replica", index=lost, incarnation=1, final=True, reason="power"))
+    run.tell(ProcessLost(kind="replica", index=lost, life=1, final=True, reason="power"))
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
     assert isinstance(order, ResumeGroup) and order.replica != lost
     others = [command for command in run.starts() if command.group != 0 and command.attempt == 2]
@@ -401,7 +403,7 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     old = next(g for g in run.running() if run.replica_of(g) == ahead)
     run.keep_prefix(old)
     assert run.state.groups.live[old].newest_version == 1
-    run.tell(ProcessLost(kind="replica", index=ahead, incarnation=1, final=True, reason="power"))
+    run.tell(ProcessLost(kind="replica", index=ahead, life=1, final=True, reason="power"))
     behind = 1 - ahead
     assert run.state.groups.live[old].state == "aborted", "the replica that is left has older weights"
     run.install(behind)
@@ -414,31 +416,29 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
     old = next(g for g in run.running() if run.replica_of(g) == 0)
     run.keep_prefix(old)
     run.install(0)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="power"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, final=True, reason="power"))
     group = run.state.groups.live[old]
     assert group.state == "resumed" and run.replica_of(old) == 1, "as far as is known, it has tokens of version 0 alone"
     run.tell(
-        GroupAborted(
-            group=old, attempt=group.attempt, replica=1, incarnation=1, tokens=9, oldest_version=0, newest_version=1
-        )
+        GroupAborted(group=old, attempt=group.attempt, replica=1, life=1, tokens=9, oldest_version=0, newest_version=1)
     )
     assert group.state == "aborted" and group.infrastructure_failures == 2
     run.install(1)
     assert group.state == "resumed" and run.replica_of(old) == 1
 
 
-def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
+def test_a_life_that_never_came_up_ends_the_wait_for_it() -> None:
     run = small()
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     assert not run.ordered(FinishRun)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=2, final=True, reason="cannot start"))
+    run.tell(ProcessLost(kind="replica", index=0, life=2, final=True, reason="cannot start"))
     assert run.ordered(FinishRun)
 
 
 def test_a_replica_with_a_version_that_was_never_published_is_a_defect() -> None:
     run = small()
     with pytest.raises(InvariantViolated, match="law 6: a replica must join with a published version"):
-        run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=1, version=1))
+        run.tell(ProcessUp(kind="replica", index=1, life=1, slots=1, version=1))
 
 
 def test_tokens_of_an_impossible_version_are_a_defect() -> None:

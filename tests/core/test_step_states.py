@@ -113,13 +113,13 @@ def test_a_failed_inspection_of_weights_is_repeated_without_another_publication(
 def test_an_inspection_is_ordered_again_if_its_process_is_lost() -> None:
     run = small(FIRST)
     run.finish(0)
-    run.tell(ProcessLost(kind="added states", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="added states", index=0, life=1, reason="killed"))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     assert run.state.training.steps[0].failures == 1
 
 
 def test_an_inspection_of_weights_is_not_charged_if_its_process_hangs_over_a_group() -> None:
-    limits = Timeouts.every(None, stage_s=50.0)
+    limits = Timeouts.every(None, state_s=50.0)
     run = small(WEIGHTS, CHECKING, timeouts=limits, max_staleness_steps=2, max_concurrent_groups=3)
     run.finish(0)
     work = {"state": CHECKING.name, "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
@@ -130,7 +130,7 @@ def test_an_inspection_of_weights_is_not_charged_if_its_process_hangs_over_a_gro
     run.publish()
     run.wait(22.0)
     (stop,) = run.ordered(StopProcess)
-    run.tell(ProcessLost(kind="added states", index=0, incarnation=1, reason=stop.reason))
+    run.tell(ProcessLost(kind="added states", index=0, life=1, reason=stop.reason))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     assert run.state.training.publish_failures == 0
     assert run.state.groups.live[1].infrastructure_failures == 1
@@ -140,7 +140,7 @@ def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:
     """The trainer may have lost the scores that it computed."""
     run = small(FIRST)
     run.finish(0)
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     assert run.state.training.steps[0].failures == 0, "it is not charged"
 
@@ -148,7 +148,7 @@ def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:
 def test_a_lost_trainer_begins_with_weights_that_are_still_inspected() -> None:
     run = small(WEIGHTS)
     run.train_on(0)
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     assert run.state.ending.outcome is None
     begins = [c for c in run.ordered(StartProcess) if c.kind == "trainer"]
     assert [(c.version, c.steps) for c in begins] == [(1, 1)]
@@ -159,7 +159,7 @@ def test_no_step_is_trained_before_the_weights_of_a_resume_have_passed() -> None
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
     run.publish()
     assert orders(run) == [("every-version", -1, 1, 1)], "the initial weights, as a new version"
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2, samples=1))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=2, samples=1))
     run.finish(0)
     assert not run.ordered(TrainStep)
     inspected(run)

@@ -133,7 +133,7 @@ def test_a_prompt_that_hangs_again_is_to_blame(others_end: bool, charged: list[A
         run.wait(limit_s + 8.0 * dies)
         if dies:
             lost(run)
-            run.tell(ProcessUp(kind="replica", index=0, incarnation=life + 1, slots=4))
+            run.tell(ProcessUp(kind="replica", index=0, life=life + 1, slots=4))
         else:
             run.abort(*run.running())
         group = run.view.group(0)
@@ -227,7 +227,7 @@ def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
     run = small(every(None, sync_s=50.0))
     syncs(run)
     run.install(pause=False)
-    assert isinstance(run.orders[-1], PauseReplica)
+    assert isinstance(run.commands[-1], PauseReplica)
     assert cut_or_stopped(wait(run, run.clock + 49.0)) == []
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
@@ -238,7 +238,7 @@ def test_a_replica_hung_at_start_is_stopped_and_one_that_does_not_stop_ends_the_
     assert run.ordered(StartProcess)
     assert cut_or_stopped(wait(run, run.clock + 53.0)) == ["StopProcess"]
     stop = run.ordered(StopProcess)[-1]
-    assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
+    assert (stop.kind, stop.index, stop.life) == ("replica", 1, 1)
     assert cut_or_stopped(wait(run, run.clock + 53.0)) == ["FinishRun"]
     end = run.ordered(FinishRun)[-1]
     assert (end.outcome, end.again) == ("stopped", True)
@@ -248,15 +248,13 @@ def test_a_replica_hung_at_start_is_stopped_and_one_that_does_not_stop_ends_the_
 def lost(run: Scripted) -> list[Command]:
     """The process that was to stop last has ended."""
     stop = run.ordered(StopProcess)[-1]
-    return run.tell(
-        ProcessLost(kind=stop.kind, index=stop.index, incarnation=stop.incarnation, published=0, reason=stop.reason)
-    )
+    return run.tell(ProcessLost(kind=stop.kind, index=stop.index, life=stop.life, published=0, reason=stop.reason))
 
 
 def up(run: Scripted) -> list[Command]:
     """The process that was to start last is up."""
     start = run.ordered(StartProcess)[-1]
-    return run.tell(ProcessUp(kind=start.kind, index=start.index, incarnation=start.incarnation))
+    return run.tell(ProcessUp(kind=start.kind, index=start.index, life=start.life))
 
 
 def test_a_stopped_trainer_restarts_and_its_orders_stand_still_until_it_is_up() -> None:
@@ -269,7 +267,7 @@ def test_a_stopped_trainer_restarts_and_its_orders_stand_still_until_it_is_up() 
     lost(run)
     assert run.state.training.steps[0].failures == 1
     again = run.state.orders.find("train", 0)
-    assert again is not None and run.ordered(StartProcess)[-1].incarnation == 2
+    assert again is not None and run.ordered(StartProcess)[-1].life == 2
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0)), "it loads a model"
     up(run)
     began = run.clock
@@ -292,13 +290,13 @@ def test_the_limit_of_a_train_step_stays_doubled_while_its_batch_is_scored_again
 def test_the_limit_of_an_install_stays_doubled_while_the_weights_are_staged_again() -> None:
     run = small(every(None, sync_s=100.0))
     syncs(run)
-    place = {"replica": 0, "incarnation": 1, "attempt": 1}
+    place = {"replica": 0, "life": 1, "attempt": 1}
     run.tell(WeightsStaged(**place, version=1))
     run.tell(ReplicaPaused(**place))
     wait(run, run.clock + 106.0)
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="stopped"))
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=100))
-    place["incarnation"] = 2
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="stopped"))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=100))
+    place["life"] = 2
     run.tell(WeightsStaged(**place, version=1))
     run.tell(ReplicaPaused(**place))
     assert limit(run, "sync", 0) == 200.0
@@ -322,7 +320,7 @@ def test_a_hang_is_charged_whatever_happens_before_its_process_has_ended(then: A
 def test_a_start_that_waits_for_room_stands_still() -> None:
     run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
-    waits = {"kind": "replica", "index": 1, "incarnation": 1}
+    waits = {"kind": "replica", "index": 1, "life": 1}
     run.tell(ProcessWaits(**waits, reason="no GPU is free"))
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
     run.tell(ProcessWaits(**waits, reason="two GPUs are not free"))
@@ -334,7 +332,7 @@ def test_a_start_that_waits_for_room_stands_still() -> None:
 def test_a_start_that_gets_room_between_two_checks_has_its_full_time() -> None:
     run = small(every(None, start_s=600.0, group_s=6000.0))
     run.tell(ReplicasWanted(replicas=2))
-    waits = {"kind": "replica", "index": 1, "incarnation": 1}
+    waits = {"kind": "replica", "index": 1, "life": 1}
     run.tell(ProcessWaits(**waits, reason="no GPU is free"))
     wait(run, run.clock + 60.0)
     run.tell(ProcessWaits(**waits, reason=""))
@@ -348,9 +346,9 @@ def test_the_delay_of_a_start_does_not_count(then: Any) -> None:
     run = small(every(None, start_s=50.0), replica_restarts=9)
     run.tell(ReplicasWanted(replicas=2))
     for life in range(1, 8):
-        run.tell(ProcessLost(kind="replica", index=1, incarnation=life, reason="it does not start"))
+        run.tell(ProcessLost(kind="replica", index=1, life=life, reason="it does not start"))
     start = run.ordered(StartProcess)[-1]
-    assert (start.incarnation, start.delay_s) == (8, 60.0)
+    assert (start.life, start.delay_s) == (8, 60.0)
     if then is not None:
         run.tell(structs.replace(then))
     assert not cut_or_stopped(wait(run, run.clock + 60.0 + 49.0))
@@ -372,10 +370,10 @@ def test_a_part_of_a_start_teaches_nothing_about_whole_starts() -> None:
 def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
-    run.tell(ProcessWaits(kind="replica", index=1, incarnation=1, reason="no GPU is free"))
+    run.tell(ProcessWaits(kind="replica", index=1, life=1, reason="no GPU is free"))
     known = run.times.longest["start"]
     run.clock += 50_000.0
-    run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=4, version=0))
+    run.tell(ProcessUp(kind="replica", index=1, life=1, slots=4, version=0))
     assert run.times.longest["start"] == known
 
 
@@ -384,14 +382,14 @@ def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_u
     for step in range(2):
         run.train_on(2 * step, 2 * step + 1)
         run.install()
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     assert run.ordered(StartProcess)[-1].redo == (0, 1)
     assert not cut_or_stopped(wait(run, run.clock + 50.0 + 2 * 80.0 - 1.0))
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
 
 def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> None:
-    run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
+    run = small(every(None, state_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
     first = run.ordered(EnterState)[-1]
     figures = {"state": "checking", "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
@@ -406,7 +404,7 @@ def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> 
         first.attempt + 1,
         1,
     )
-    assert "the state checking exceeded its time limit of 50 s (timeouts.stage_s)" in run.state.ending.last_failure
+    assert "the state checking exceeded its time limit of 50 s (timeouts.state_s)" in run.state.ending.last_failure
     stale = run.state.orders.stale_echoes
     run.tell(StateLeft(group=0, attempt=first.attempt, **figures))
     assert run.state.orders.stale_echoes == stale + 1
@@ -426,7 +424,7 @@ def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
     run.measured(other)
     ordered = wait(run, run.clock + 51.0)
     assert cut_or_stopped(ordered) == ["StopMeasuring"]
-    (validation,) = run.state.validations.runs.values()
+    (validation,) = run.state.validations.live.values()
     chunk = validation.chunks[late.chunk]
     assert chunk.failures == 1 and not run.state.orders.open["rows"], "its replica has yet to stop"
     done(run, StopMeasuring)
@@ -438,7 +436,7 @@ def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
 
 def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
     run = measuring(every(None, rows_s=50.0))
-    (validation,) = run.state.validations.runs.values()
+    (validation,) = run.state.validations.live.values()
     wait(run, run.clock + 10.0)
     run.tell(run.progress_of("rows", (validation.id, 1)), at=run.clock)
     assert cut_or_stopped(wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)) == ["StopMeasuring"]  # type: ignore[union-attr]
@@ -450,7 +448,7 @@ def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
     run = measuring(every(None, rows_s=50.0, cut_s=5.0))
     wait(run, run.clock + 51.0)
     assert cut_or_stopped(wait(run, run.clock + 5.0)) == ["StopProcess"]
-    (validation,) = run.state.validations.runs.values()
+    (validation,) = run.state.validations.live.values()
     assert validation.out == 2, "another replica measures them"
     assert run.out()[-1].replica == 1
 
@@ -461,14 +459,14 @@ def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
 @pytest.mark.parametrize(("hangs", "charged"), [(True, [0, 0]), (False, [1, 1])])
 def test_rows_on_a_replica_that_hangs_over_another_order_are_not_charged(hangs: bool, charged: list[int]) -> None:
     run = measuring(every(None, group_s=50.0, cut_s=5.0))
-    (validation,) = run.state.validations.runs.values()
+    (validation,) = run.state.validations.live.values()
     (replica,) = validation.replicas
     if hangs:
         assert set(cut_or_stopped(wait(run, run.clock + 51.0))) == {"ParkGroup"}
         wait(run, run.clock + 5.0)
         assert replica in {stop.index for stop in run.ordered(StopProcess)}
     else:
-        run.tell(ProcessLost(kind="replica", index=replica, incarnation=1, reason="killed"))
+        run.tell(ProcessLost(kind="replica", index=replica, life=1, reason="killed"))
     assert [chunk.failures for chunk in validation.chunks] == charged
 
 
@@ -496,7 +494,7 @@ def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> N
 
 def test_a_replica_that_dies_charges_each_of_its_groups() -> None:
     run = small(every(None))
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
 
 
@@ -512,7 +510,7 @@ def test_a_trainer_hang_in_a_checkpoint_is_not_charged_to_the_train_step_behind_
 
 
 def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None:
-    run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
+    run = small(every(None, state_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
     wait(run, run.clock + 30.0)
     run.finish(1)
@@ -521,7 +519,7 @@ def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None
     lost(run)
     assert [run.state.groups.live[id].infrastructure_failures for id in (0, 1)] == [1, 0]
     up(run)
-    assert {one.command.group for one in run.state.orders.all() if one.subject == "stage"} == {0, 1}  # type: ignore[attr-defined]
+    assert {one.command.group for one in run.state.orders.all() if one.subject == "state"} == {0, 1}  # type: ignore[attr-defined]
 
 
 # what never stops healthy work
@@ -587,10 +585,10 @@ def test_progress_of_an_earlier_attempt_or_life_changes_nothing() -> None:
     echoes = [generates, run.progress_of("train", 0)]
     wait(run, run.clock + 60.0)
     run.tell(StepFailed(step=0, attempt=1, reason="no memory"))
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=1, reason="killed"))
     up(run)
     echoes.append(run.progress_of("train", 0))
-    run.tell(ProcessLost(kind="trainer", index=0, incarnation=2, reason="killed"))
+    run.tell(ProcessLost(kind="trainer", index=0, life=2, reason="killed"))
     assert run.ordered(TrainStep)[-1].attempt == 4
     up(run)
     wait(run, run.clock + 60.0)
@@ -646,7 +644,7 @@ def test_max_s_bounds_orders_with_a_longer_limit_or_none(group_s: float | None) 
 def test_max_s_bounds_an_order_that_stands_still_while_nothing_else_is_open() -> None:
     run = small(every(None, max_s=100.0), replicas=0)
     run.tell(ReplicasWanted(replicas=1))
-    run.tell(ProcessWaits(kind="replica", index=0, incarnation=1, reason="it needs a GPU"))
+    run.tell(ProcessWaits(kind="replica", index=0, life=1, reason="it needs a GPU"))
     assert cut_or_stopped(wait(run, run.clock + 106.0)) == ["StopProcess"]
 
 
@@ -702,7 +700,7 @@ def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> N
     run = small(every(None, group_s=100.0))
     syncs(run)
     replica = run.state.replicas.by_id[0]
-    place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
+    place = {"replica": 0, "life": 1, "attempt": replica.sync_attempt}
     wait(run, run.clock + 50.0)
     run.tell(WeightsStaged(**place, version=1))
     if state == "installing":
@@ -762,7 +760,7 @@ def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:
     pause = run.ordered(PauseReplica)[-1]
     assert pause.mode == "sleep"
     run.abort(*run.running())
-    run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=pause.attempt))
+    run.tell(ReplicaPaused(replica=0, life=1, attempt=pause.attempt))
     assert run.state.replicas.by_id[0].state == "asleep"
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
 
@@ -790,7 +788,7 @@ def test_a_resume_keeps_doubled_limits_and_times_nothing_of_before() -> None:
     assert run.state.groups.live[3].exceeded == 1
     assert {order.subject for order in run.state.orders.all()} == {"publish", "start"}
     run.times = OrderTimes(run.state)
-    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=1))
+    run.tell(ProcessUp(kind="replica", index=0, life=2, slots=4, version=1))
     assert not cut_or_stopped(wait(run, run.clock + 590.0)), "longest times are learned anew"
 
 

@@ -48,10 +48,10 @@ class Measured(Scripted):
         super().__init__(replicas=replicas, validation=validation, **figures)
         fire = self.state.validations.fire
 
-        def watched(run: Validation, trigger: str) -> None:
-            fire(run, trigger)
-            if run.state not in ("queued", "running"):
-                self.ended.append(run)
+        def watched(validation: Validation, trigger: str) -> None:
+            fire(validation, trigger)
+            if validation.state not in ("queued", "running"):
+                self.ended.append(validation)
 
         self.state.validations.fire = watched  # type: ignore[method-assign]
 
@@ -61,7 +61,7 @@ class Measured(Scripted):
 
     def out(self) -> list[MeasureRows]:
         """Orders to measure that were neither answered nor taken back."""
-        runs = self.state.validations.runs
+        runs = self.state.validations.live
         orders = [order for order in self.ordered(MeasureRows) if order.validation in runs]
         return [
             order
@@ -73,7 +73,7 @@ class Measured(Scripted):
     def measured(self, order: MeasureRows, **changes: Any) -> None:
         said = {
             "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": order.replica,
-            "incarnation": order.incarnation, "version": order.version, "measured": order.count, "right": 1,
+            "life": order.life, "version": order.version, "measured": order.count, "right": 1,
             "reward": 1.0,
         }  # fmt: skip
         self.tell(RowsMeasured(**{**said, **changes}))
@@ -82,7 +82,7 @@ class Measured(Scripted):
         self.tell(
             RowsFailed(
                 validation=order.validation, chunk=order.chunk, attempt=order.attempt, replica=order.replica,
-                incarnation=order.incarnation, reason="no power",
+                life=order.life, reason="no power",
             )
         )  # fmt: skip
 
@@ -94,19 +94,19 @@ class Measured(Scripted):
         raise AssertionError("more than a hundred chunks")
 
     def lose(self, id: int, final: bool = False) -> None:
-        incarnation = self.state.replicas.by_id[id].process.incarnation
-        self.tell(ProcessLost(kind="replica", index=id, incarnation=incarnation, final=final, reason="unplugged"))
+        life = self.state.replicas.by_id[id].process.life
+        self.tell(ProcessLost(kind="replica", index=id, life=life, final=final, reason="unplugged"))
 
     def come_back(self, id: int) -> None:
         """The life that was ordered is up."""
-        incarnation = self.state.replicas.by_id[id].process.incarnation
-        self.tell(ProcessUp(kind="replica", index=id, incarnation=incarnation, slots=100, version=0))
+        life = self.state.replicas.by_id[id].process.life
+        self.tell(ProcessUp(kind="replica", index=id, life=life, slots=100, version=0))
 
     def staged(self, id: int) -> list[int]:
         return [order.version for order in self.ordered(StageWeights) if order.replica == id]
 
     def ends(self) -> list[tuple[str, int]]:
-        return [(run.state, run.version) for run in self.ended]
+        return [(validation.state, validation.version) for validation in self.ended]
 
 
 # when
@@ -118,9 +118,15 @@ def test_the_initial_weights_are_measured_while_groups_run() -> None:
     assert len(world.running()) == 2
     world.measured(world.out()[0], measured=1, right=1, reward=1.0)
     world.measure_all()
-    (run,) = world.ended
-    assert (run.state, run.version, run.steps, run.measured, run.right) == ("reported", 0, 0, 4, 3)
-    assert (run.accuracy, run.reward_mean) == (0.6, 0.75), "a failed row is wrong, and has no reward"
+    (validation,) = world.ended
+    assert (validation.state, validation.version, validation.steps, validation.measured, validation.right) == (
+        "reported",
+        0,
+        0,
+        4,
+        3,
+    )
+    assert (validation.accuracy, validation.reward_mean) == (0.6, 0.75), "a failed row is wrong, and has no reward"
 
 
 def test_the_version_that_first_contains_a_multiple_is_due() -> None:
@@ -175,7 +181,7 @@ def test_a_validation_that_is_superseded_before_it_begins_is_cancelled() -> None
         world.install(1)
         if version == 1:
             world.install(0)
-    assert [(run.version, run.state) for run in world.state.validations.runs.values()] == [
+    assert [(validation.version, validation.state) for validation in world.state.validations.live.values()] == [
         (1, "running"),
         (3, "queued"),
     ]
@@ -233,9 +239,9 @@ def test_a_replica_that_comes_back_is_no_reason_for_a_conflict() -> None:
 def test_a_validation_takes_free_slots_before_groups_and_never_more() -> None:
     validation = replace(ON_THE_WAY, at_start=True, rows=6, rows_per_slot=1)
     world = Measured(validation, replicas=0, max_staleness_steps=7, max_concurrent_groups=8)
-    world.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=2, version=0))
+    world.tell(ProcessUp(kind="replica", index=0, life=1, slots=2, version=0))
     assert (len(world.out()), len(world.running())) == (2, 0)
-    world.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=2, version=0))
+    world.tell(ProcessUp(kind="replica", index=1, life=1, slots=2, version=0))
     assert (len(world.out()), len(world.running())) == (2, 2)
     assert {order.replica for order in world.ordered(StartGroup)} == {1}
     for _ in range(5):
@@ -250,7 +256,7 @@ def test_the_last_version_may_have_every_replica() -> None:
     assert world.staged(2) == [1]
     for id in range(3):
         world.install(id)
-    assert set(next(iter(world.state.validations.runs.values())).replicas) == {0, 1, 2}
+    assert set(next(iter(world.state.validations.live.values())).replicas) == {0, 1, 2}
     assert not world.ordered(FinishRun)
     world.measure_all()
     assert world.ordered(FinishRun)[0].outcome == "finished"
@@ -317,21 +323,21 @@ def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -
 
 
 def test_attempts_lost_at_rows_count_while_the_rows_wait() -> None:
-    run = Validation(0, 1, 1, 4, 0, 0.0)
-    run.split(2)
-    chunk = run.take()
+    validation = Validation(0, 1, 1, 4, 0, 0.0)
+    validation.split(2)
+    chunk = validation.take()
     for failures in (1, 2):
         chunk.failures = failures
-        run.put_back(chunk)
-        assert run.worst == failures
-        assert run.take() is chunk and run.worst == 0
+        validation.put_back(chunk)
+        assert validation.worst == failures
+        assert validation.take() is chunk and validation.worst == 0
 
 
 @pytest.mark.parametrize("wrong", [{"version": 7}, {"measured": 3}, {"right": 3}, {"measured": 1, "right": 2}])
 def test_an_answer_that_cannot_be_is_an_attempt_lost(wrong: dict[str, int]) -> None:
     world = Measured(replace(ON_THE_WAY, at_start=True, every=0))
     world.measured(world.out()[0], **wrong)
-    assert next(iter(world.state.validations.runs.values())).chunks[0].failures == 1
+    assert next(iter(world.state.validations.live.values())).chunks[0].failures == 1
     world.measure_all()
     assert (world.ends(), world.ended[0].measured) == ([("reported", 0)], 4)
 
@@ -362,7 +368,7 @@ def test_a_last_version_that_cannot_be_installed_fails_its_validation_not_the_ru
         if world.state.ending.outcome is not None:
             break
         replica = world.state.replicas.by_id[0]
-        place = {"replica": 0, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
+        place = {"replica": 0, "life": replica.life, "attempt": replica.sync_attempt}
         if replica.process.state == "stopping":
             world.lose(0)
             world.come_back(0)
@@ -388,7 +394,7 @@ def resumed_at(steps: int, *, kept: bool) -> Measured:
     for step in range(3):
         world.next_version()
         world.tell(CheckpointSaved(steps=step + 1))
-    assert [order.version for order in world.out()] == [] and list(world.state.validations.runs)
+    assert [order.version for order in world.out()] == [] and list(world.state.validations.live)
     again = tuple(range(steps, 3))
     world.tell(RunResumed(steps=steps, replicas=2, consumed=again, released=(), kept=kept))
     world.publish()
@@ -409,7 +415,7 @@ def test_a_validation_cut_off_by_a_crash_measures_the_weights_the_run_resumes_wi
 def test_a_validation_of_steps_that_a_resume_took_back_comes_again_with_them() -> None:
     world = resumed_at(1, kept=False)
     assert world.ends() == [("cancelled", 2)] and "its steps are trained again" in world.ended[0].reason
-    assert not world.state.validations.runs
+    assert not world.state.validations.live
     world.next_version()
     world.install(0)
     assert {order.version for order in world.out()} == {5}
@@ -437,7 +443,7 @@ def test_a_version_published_while_a_run_drains_is_measured_once_it_is_resumed()
     world.abort(*world.running())
     for id in (0, 1):
         replica = world.state.replicas.by_id[id]
-        world.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
+        world.tell(ReplicaPaused(replica=id, life=replica.life, attempt=replica.sync_attempt))
     assert world.ordered(FinishRun)[-1].outcome == "stopped" and world.ends() == [("cancelled", 2)]
     world.tell(RunResumed(steps=2, replicas=2, consumed=(), released=(), kept=True))
     world.publish()
@@ -594,9 +600,13 @@ def test_responses_to_dropped_prompts_are_wrong() -> None:
     one = ValidationSet(name="four", prompts=2, samples=2, k=(2,), dropped=2)
     world = Measured(replace(ON_THE_WAY, at_start=True, every=0, rows=4, sets=(one,)))
     measure(world, 3)
-    (run,) = world.ended
-    found = {figure.metric: figure.value for figure in run.figures}
-    assert (run.accuracy, run.asked, found) == (3 / 8, 8, {"avg@2": 0.375, "pass@2": 0.5, "reward_mean": 0.75})
+    (validation,) = world.ended
+    found = {figure.metric: figure.value for figure in validation.figures}
+    assert (validation.accuracy, validation.asked, found) == (
+        3 / 8,
+        8,
+        {"avg@2": 0.375, "pass@2": 0.5, "reward_mean": 0.75},
+    )
 
 
 def test_the_smallest_value_can_be_best() -> None:
@@ -612,7 +622,7 @@ def test_a_checkpoint_stays_while_its_weights_are_measured() -> None:
         world.tell(CheckpointSaved(steps=world.state.training.steps_trained))
         if world.state.training.steps_trained == 1:
             world.install(0)
-    assert [run.steps for run in world.state.validations.runs.values()] == [1, 2]
+    assert [validation.steps for validation in world.state.validations.live.values()] == [1, 2]
     assert world.state.surplus_checkpoints() == []
 
 
@@ -646,8 +656,8 @@ def test_an_answer_that_does_not_name_each_row_once_costs_the_chunk_an_attempt(c
     assert (order.first, order.count) == (0, 2)
     lawful = {"rows": (0, 1), "rewards": (0.0, 1.0), "answers": (0, 0), "right_rows": (1,)}
     world.measured(order, **{**lawful, **changes})
-    (run,) = world.state.validations.runs.values()
-    assert run.chunks[0].failures == 1 and not run.measured
+    (validation,) = world.state.validations.live.values()
+    assert validation.chunks[0].failures == 1 and not validation.measured
 
 
 def test_a_best_checkpoint_needs_checkpoints_and_a_validation() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from steady_world import FOREVER, SteadyWorld, steady_world
 
-from engine import events as fact
+from engine import events as e
 from engine.metrics.status import read_status
 from engine.metrics.waits import agent_wait, reward_wait, waits
 from engine.record.codec import pack, unpack
@@ -53,7 +53,7 @@ def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
     )
     assert began == 1.0, "as soon as its groups were generated"
     formed = world.scheduler.state.training.steps[0]
-    world.tell(fact.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
+    world.tell(e.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
     assert "attempt 2" in sentences(world)[0], "and again"
 
 
@@ -73,9 +73,9 @@ def test_replicas_that_install_new_weights_are_named() -> None:
 
 def test_a_replica_that_restarts_is_named() -> None:
     world = steady_world().until(lambda state: state.groups.ledger.running == 4)
-    world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="burnt"))
+    world.tell(e.ProcessLost(kind="replica", index=1, life=1, reason="burnt"))
     assert "replica 1 has been restarting for 0 s (until ProcessUp or ProcessLost)" in sentences(world)
-    world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=2, final=True, reason="for good"))
+    world.tell(e.ProcessLost(kind="replica", index=1, life=2, final=True, reason="for good"))
     assert whose(world) == ["replica 0"]
 
 
@@ -91,7 +91,7 @@ def test_waits_name_a_validation_an_added_state_the_data_source_and_a_checkpoint
     assert sentences(world)[0] == "replica 0 has been starting for 0 s (until ProcessUp or ProcessLost)"
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4)
     judged = SteadyWorld(replace(limits, added_states=(AddedState(name="rewarding", concurrency=2),)))
-    judged.until(lambda state: state.groups.stages.out == 2)
+    judged.until(lambda state: state.groups.state_queues.out == 2)
     assert "the state rewarding" in whose(judged)
     saved = SteadyWorld(replace(limits, checkpoint_every=1))
     saved.until(lambda state: state.checkpoint_pending)
@@ -110,11 +110,11 @@ def test_one_of_a_kind_is_named_in_the_singular() -> None:
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:
     world = steady_world().until(lambda state: state.groups.ledger.running == 4)
-    world.tell(fact.StopRequested(reason="enough"))
+    world.tell(e.StopRequested(reason="enough"))
     assert waits(world.scheduler.state) == []
 
 
-CALLS = {"kind": "replica", "index": 0, "incarnation": 1, "at_once": 4, "setting": "reward.concurrency"}
+CALLS = {"kind": "replica", "index": 0, "life": 1, "at_once": 4, "setting": "reward.concurrency"}
 
 
 def judged() -> Scripted:
@@ -127,7 +127,7 @@ def judged() -> Scripted:
 
 def measured(run: Scripted, function: str, **figures: Any) -> None:
     run.tell(
-        fact.CallsMeasured(
+        e.CallsMeasured(
             **{**CALLS, "groups": 3, "queued": 8, "calls": 0, "seconds": 0.0, "running_s": 0.0, "function": function,
                **figures},
         )
@@ -157,7 +157,7 @@ def test_a_wait_for_rewards_names_the_slowest_function_and_its_limit() -> None:
     )
     measured(run, "reward slow", groups=1, queued=0, calls=4, seconds=8.0)
     assert reward_wait(run.state) == "3 groups wait for reward slow: 2 s a call, 4 at once", "more would not help"
-    run.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="gone"))
+    run.tell(e.ProcessLost(kind="replica", index=0, life=1, reason="gone"))
     assert reward_wait(run.state) == ""
     events = run.state.orders.stale_echoes
     measured(run, "reward slow")
@@ -237,10 +237,10 @@ def timers(run: Scripted) -> list[str]:
 def test_each_timer_says_what_it_does() -> None:
     assert timers(straggling("drop")) == ["step 1 is waiting for stragglers: then the deadline policy acts"]
     draining = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, drain_s=30.0)
-    draining.tell(fact.DrainRequested(reason="maintenance"))
+    draining.tell(e.DrainRequested(reason="maintenance"))
     assert timers(draining) == ["the run is draining: it stops as it is once that exceeds 30 s"]
     alone = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, give_up_s=60.0)
-    alone.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="gone"))
+    alone.tell(e.ProcessLost(kind="replica", index=0, life=1, final=True, reason="gone"))
     assert timers(alone) == ["the run is waiting for a replica: none is left; it ends after 60 s without one"]
 
 
@@ -264,7 +264,7 @@ def test_waits_without_an_order_are_named() -> None:
 
 def test_parked_groups_are_named_with_the_version_that_they_wait_for() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, give_up_s=60.0)
-    run.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="gone"))
+    run.tell(e.ProcessLost(kind="replica", index=0, life=1, final=True, reason="gone"))
     said = why_stuck(run.state)
     assert "4 groups wait for a replica with version 0 or newer, none has a free slot" in said
 
@@ -289,10 +289,10 @@ def test_a_silence_is_reported_once_and_again_after_twice_as_long() -> None:
 def test_what_changes_something_ends_a_silence_and_an_echo_does_not() -> None:
     world, silence = silent(300.0)
     silence.look(300.0)
-    echo = fact.GroupFailed(group=0, attempt=9, replica=0, incarnation=1, cause="data", reason="long ago")
+    echo = e.GroupFailed(group=0, attempt=9, replica=0, life=1, cause="data", reason="long ago")
     world.run_for(310.0)
     world.tell(echo)
     assert read_status(world.metrics, 310.0).silence
-    world.tell(fact.GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward"))
+    world.tell(e.GroupFailed(group=0, attempt=1, replica=0, life=1, cause="data", reason="no reward"))
     assert read_status(world.metrics, 310.0).silence == ""
     assert silence.look(500.0) == pytest.approx(110.0), "300 s after the event at 310"

@@ -48,7 +48,7 @@ DYING = replace(ROUGH, die=0.03, stay_dead=0.05, die_trainer=0.1, fail_start=0.2
 """Every kind of process dies, and some of their lives never begin."""
 HANGING = replace(ROUGH, hang=0.02, stick=0.1)
 ARRIVE = {row.subject for row in RELATIONS.values() if row.answers == (OrderDone,)}
-ENDED_WITH_THE_RUN = {"group", "park", "truncate", "sync", "start", "stop", "timer", "stage", "draw", "rows", "probe"}
+ENDED_WITH_THE_RUN = {"group", "park", "truncate", "sync", "start", "stop", "timer", "state", "draw", "rows", "probe"}
 """What a run that has all its steps does not wait for: groups that no step takes, replicas, probes, prompts
 nobody needs, and the other rows of a validation that its last event ended."""
 
@@ -180,7 +180,7 @@ def test_worlds_in_which_every_kind_of_process_dies_keep_every_law_and_end() -> 
         causes = (*spent, "are lost", "no replica is left")
         assert outcome.outcome == "finished" or any(cause in outcome.reason for cause in causes), outcome
         for process in world.scheduler.state.processes.values():
-            seen[process.kind] += process.incarnation > 1
+            seen[process.kind] += process.life > 1
         if seed % 8 == 0:
             assert replay(read(recorder)).identical
     assert seen["finished"] >= 12 and seen["trainer"] >= 12 and seen["scorer"] >= 6, seen

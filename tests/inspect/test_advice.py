@@ -52,7 +52,7 @@ def run(
     world = World(made, chosen, recorder, check=False, dice=SteadyDice(made))
     while calls and world.scheduler.state.ending.outcome is None:
         for replica in range(made.replicas):
-            world.tell(CallsMeasured(kind="replica", index=replica, incarnation=1, running_s=2.0, **{**CALLS, **calls}))
+            world.tell(CallsMeasured(kind="replica", index=replica, life=1, running_s=2.0, **{**CALLS, **calls}))
         world.run_for(2.0)
     if not calls:
         world.run()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.commands import StartGroup
 from engine.errors import ConfigError, EngineError
 from engine.inspect import open_record
-from engine.inspect.breakpoints import Facts, parse_breakpoint
+from engine.inspect.breakpoints import TickContents, parse_breakpoint
 from engine.inspect.cursor import Blocks, Change, Cursor
 from engine.inspect.story import summarize
 from engine.policies import PolicySet
@@ -67,9 +67,9 @@ class Replayed:
     def matches(self, text: str) -> list[int]:
         found, wanted = [], parse_breakpoint(text)
         for tick, changes in zip(self.ticks, self.changes, strict=True):
-            facts = Facts.none()
-            facts.add(tick, [change.target for change in changes])
-            found += [tick.number] if wanted.holds(facts) else []
+            contents = TickContents.none()
+            contents.add(tick, [change.target for change in changes])
+            found += [tick.number] if wanted.holds(contents) else []
         return found
 
 

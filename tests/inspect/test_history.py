@@ -79,7 +79,7 @@ def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) ->
     assert history.tokens["trained"] == sum(consumed.values())
     assert all(value.start <= value.end for value in history.intervals())
     slices = [one for one in timeline_of(history).slices if one.kind in ("generating", "measuring")]
-    tracks = sorted((one.track, one.value.incarnation, one.start, one.end) for one in slices)
+    tracks = sorted((one.track, one.value.life, one.start, one.end) for one in slices)
     assert all(a[3] <= b[2] for a, b in pairwise(tracks) if a[:2] == b[:2]), "two groups overlap in one slot"
     assert len(history.rows) >= len([step for step in history.trained if step.finished_at >= 0])
 
@@ -283,8 +283,8 @@ def test_attempts_say_how_they_ended(faulty: History) -> None:
     ends = faulty.ends()
     assert ends["generated", ""] and ends["aborted", "sync"] and ends["failed", ""] and ends["lost", ""]
     lost = [attempt for attempt in faulty.attempts if attempt.outcome == "lost"]
-    died = {(life.index, life.incarnation): life.end for life in faulty.lives if life.kind == "replica"}
-    assert all(attempt.end == died[attempt.replica, attempt.incarnation] for attempt in lost)
+    died = {(life.index, life.number): life.end for life in faulty.lives if life.kind == "replica"}
+    assert all(attempt.end == died[attempt.replica, attempt.life] for attempt in lost)
     tries = defaultdict(list)
     for attempt in faulty.attempts:
         tries[attempt.group].append(attempt.start)

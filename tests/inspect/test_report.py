@@ -80,7 +80,7 @@ def page(browser: Any, page_file: Path) -> Iterator[Any]:
     assert problems == []
 
 
-def facts(page: Any) -> dict[str, str]:
+def details(page: Any) -> dict[str, str]:
     pairs = page.locator("#details dl div").all()
     return {pair.locator("dt").inner_text(): pair.locator("dd").inner_text() for pair in pairs}
 
@@ -112,7 +112,7 @@ class TestPage:
         group = page.locator("#tip b").inner_text().removeprefix("group ")
         assert "tokens: " in page.locator("#tip").inner_text()
         page.mouse.click(box["x"] + x, box["y"] + y)
-        assert page.input_value("#group") == group and facts(page)["group"] == group
+        assert page.input_value("#group") == group and details(page)["group"] == group
         links = page.locator("#details .links").all_inner_texts()
         assert any(text.startswith(("caused by", "caused")) for text in links)
         page.locator("#details .links button").first.click()
@@ -139,12 +139,12 @@ class TestPage:
         for _ in range(4):
             page.keyboard.press("ArrowDown")
         page.keyboard.press("n")
-        first = facts(page)
+        first = details(page)
         page.keyboard.press("n")
-        assert float(facts(page)["start"].split()[0]) >= float(first["start"].split()[0])
-        assert facts(page)["track"] == first["track"] and first["track"].startswith("replica")
+        assert float(details(page)["start"].split()[0]) >= float(first["start"].split()[0])
+        assert details(page)["track"] == first["track"] and first["track"].startswith("replica")
         page.keyboard.press("Enter")
-        assert page.input_value("#group") == facts(page)["group"]
+        assert page.input_value("#group") == details(page)["group"]
         page.keyboard.press("Escape")
         assert page.input_value("#group") == "" and "Choose a slice" in page.locator("#details").inner_text()
 

@@ -114,8 +114,8 @@ def test_a_perfetto_trace_has_every_slice_arrow_and_counter(
     slices, arrows, counts = trace_in(out)
     assert (slices, arrows) == (expected(timeline), list(timeline.arrows))
     group = next(one for one in slices if one.title == "group 3")
-    facts = {"tokens", "version", "oldest_version", "staleness", "step", "outcome", "cause", "ended_by"}
-    assert facts <= set(group.args) and group.process.startswith("replica ")
+    details = {"tokens", "version", "oldest_version", "staleness", "step", "outcome", "cause", "ended_by"}
+    assert details <= set(group.args) and group.process.startswith("replica ")
     end = us(timeline.history.end)
     for cause, seconds in timeline.history.idle_s.items():
         changes = [*counts[cause], (end, 0.0)]
@@ -151,8 +151,8 @@ def test_a_parquet_table_has_a_row_for_each_slice(run: Path, tmp_path: Path, tim
     assert main(["timeline", str(run), "--format", "parquet", "--out", str(out)]) == 0
     rows = pq.read_table(out).to_pylist()
     assert len(rows) == len(timeline.slices)
-    facts = set().union(*(timeline.details(slice) for slice in timeline.slices))
-    assert facts - set(rows[0]) == set()
+    details = set().union(*(timeline.details(slice) for slice in timeline.slices))
+    assert details - set(rows[0]) == set()
     sampled = sum(row["sampled"] for row in rows if row["kind"] == "generating")
     assert sampled == sum(timeline.history.tokens.values())
 

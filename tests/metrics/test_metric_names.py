@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from steady_world import GROUP_TOKENS, SteadyWorld, steady_world
 
-from engine import events as fact
+from engine import events as e
 from engine.control.listening_address import check_addresses
 from engine.errors import ConfigError
 from engine.metrics.document import PAGE, TABLE, up_to_date
@@ -79,8 +79,8 @@ def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
     world = half_way()
     metrics = world.metrics
     figures = {"groups": 1, "queued": 0, "at_once": 4, "calls": 2, "seconds": 1.0, "running_s": 0.0, "setting": ""}
-    world.tell(fact.CallsMeasured(kind="replica", index=0, incarnation=1, function="reward slow", **figures))
-    world.tell(fact.CacheMeasured(kind="replica", index=0, incarnation=1, used=0.5))
+    world.tell(e.CallsMeasured(kind="replica", index=0, life=1, function="reward slow", **figures))
+    world.tell(e.CacheMeasured(kind="replica", index=0, life=1, used=0.5))
     metrics.mixed = TwoSources()
     metrics.report(3, {SOURCES: {"math": {"groups": 2, "share": 1.0, "reward_mean": 0.5}}})
     server = MetricsServer(registry(metrics, everything(tmp_path)))
@@ -294,10 +294,10 @@ def test_series_stay_as_steps_pass_replicas_return_and_settings_change() -> None
     def live(world: SteadyWorld, lives: range) -> None:
         for life in lives:
             world.after(0.0, world.process("replica", 1).die)
-            world.until(lambda state, life=life: state.replicas.by_id[1].process.incarnation == life + 1)
+            world.until(lambda state, life=life: state.replicas.by_id[1].process.life == life + 1)
             world.until(lambda state: state.replicas.by_id[1].process.state == "up")
             setting, value = "scheduler.max_concurrent_groups", str(3 + life % 2)
-            world.tell(fact.SettingChanged(setting=setting, value=value))
+            world.tell(e.SettingChanged(setting=setting, value=value))
             after = world.scheduler.state.training.steps_trained + 2
             world.until(lambda state, after=after: state.training.steps_trained >= after)
 

@@ -3,7 +3,7 @@
 import pytest
 from steady_world import SteadyWorld, steady_world
 
-from engine import events as fact
+from engine import events as e
 from engine.inspect.story import summarize, summary_lines
 from engine.metrics.export import registry
 from engine.metrics.status import read_status
@@ -26,8 +26,8 @@ def trained(steps: int) -> SteadyWorld:
 
 def lose(world: SteadyWorld, kind: str, index: int = 0, **others: object) -> None:
     process = world.scheduler.state.find_process(kind, index)
-    life = 1 if process is None else process.incarnation
-    lost = fact.ProcessLost(kind=kind, index=index, incarnation=life, reason="killed", **others)  # type: ignore[arg-type]
+    life = 1 if process is None else process.life
+    lost = e.ProcessLost(kind=kind, index=index, life=life, reason="killed", **others)  # type: ignore[arg-type]
     world.tell(lost)
 
 
@@ -63,7 +63,7 @@ def test_a_replica_that_starts_for_the_first_time_is_not_lost() -> None:
 
 def test_a_replica_that_was_let_go_is_neither_lost_nor_counted() -> None:
     world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
-    world.tell(fact.ReplicasWanted(replicas=1))
+    world.tell(e.ReplicasWanted(replicas=1))
     world.until(lambda state: state.replicas.by_id[1].process.state == "gone")
     assert replicas(world).keys() & {"starting", "stopping", "gone"} == set() and sum(replicas(world).values()) == 1
     status, own = read_status(world.metrics), registry(world.metrics)
@@ -75,7 +75,7 @@ def test_a_replica_that_was_let_go_is_neither_lost_nor_counted() -> None:
 
 def test_a_restarting_trainer_is_counted_and_shown_with_the_steps_it_repeats() -> None:
     world = trained(3)
-    world.tell(fact.CheckpointSaved(steps=2))
+    world.tell(e.CheckpointSaved(steps=2))
     lose(world, "trainer")
     own = registry(world.metrics)
     assert own.get_sample_value("engine_processes", {"kind": "trainer", "state": "starting"}) == 1
@@ -85,7 +85,7 @@ def test_a_restarting_trainer_is_counted_and_shown_with_the_steps_it_repeats() -
     assert f"the trainer has been {text} for 0 s (until ProcessUp or ProcessLost)" in said(world)
     status = read_status(world.metrics)
     assert (status.trainer_now, status.last_failure) == (f"the trainer is {text}", "trainer: killed")
-    world.tell(fact.ProcessWaits(kind="trainer", index=0, incarnation=2, reason="1 GPU"))
+    world.tell(e.ProcessWaits(kind="trainer", index=0, life=2, reason="1 GPU"))
     assert f"the trainer has been {text} for 0 s: the cluster has no room for it: 1 GPU (until" in "\n".join(
         said(world)
     )
@@ -118,16 +118,16 @@ def test_the_summary_of_a_state_tells_its_processes() -> None:
     world = trained(2)
     lose(world, "trainer")
     lose(world, "replica", 1)
-    world.tell(fact.ProcessWaits(kind="replica", index=1, incarnation=2, reason="4 CPUs"))
+    world.tell(e.ProcessWaits(kind="replica", index=1, life=2, reason="4 CPUs"))
     lines = "\n".join(summary_lines(summarize(world.scheduler.state)))
-    assert "processes added states up, incarnation 1; " in lines
-    assert "; trainer starting, incarnation 2, ended 1 time without progress\n" in lines
-    assert "replica 1: starting, incarnation 2" in lines and "waits for room: 4 CPUs" in lines
+    assert "processes added states up, life 1; " in lines
+    assert "; trainer starting, life 2, ended 1 time without progress\n" in lines
+    assert "replica 1: starting, life 2" in lines and "waits for room: 4 CPUs" in lines
 
 
 def test_a_process_that_is_lost_after_the_run_has_ended_is_not_counted() -> None:
     world = trained(2)
-    world.tell(fact.StopRequested(reason="enough"))
+    world.tell(e.StopRequested(reason="enough"))
     before = state_of(world.scheduler)
     lose(world, "gateway")
     assert world.scheduler.state.find_process("gateway", 0) is None and state_of(world.scheduler) == before

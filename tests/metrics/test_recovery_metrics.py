@@ -3,7 +3,7 @@
 import pytest
 from steady_world import SteadyWorld, steady_world
 
-from engine import events as fact
+from engine import events as e
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.names import REPLICA_GROUPS, ROLLOUT_IDLE_CAUSES
@@ -23,12 +23,12 @@ def test_a_drain_is_reported_and_is_the_named_cause_of_idle_slots_and_trainer() 
     )
     world = SteadyWorld(limits).until(lambda state: state.training.steps_trained == 2)
     world.until(lambda state: {(r.state, r.version) for r in state.replicas.by_id.values()} == {("ready", 2)})
-    world.tell(fact.DrainRequested(reason="a user asked"))
+    world.tell(e.DrainRequested(reason="a user asked"))
     status = read_status(world.metrics, world.time + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
     waits = "replica 0 has been parking its groups before it leaves for 0 s"
     assert status.rollout_now.startswith(f"the run is draining: {waits}")
-    assert world.metrics.requests(fact.DrainRequested) == 1
+    assert world.metrics.requests(e.DrainRequested) == 1
     state, idle = world.scheduler.state, world.metrics.idle
     asked = world.time
     world.to_the_end()
@@ -44,8 +44,8 @@ def test_wanted_replicas_and_settings_are_reported_as_they_are_now() -> None:
     own = registry(world.metrics)
     assert own.get_sample_value("engine_replicas_wanted") == 2
     assert own.get_sample_value("engine_max_concurrent_groups") == 4
-    world.tell(fact.ReplicasWanted(replicas=3))
-    world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="3"))
+    world.tell(e.ReplicasWanted(replicas=3))
+    world.tell(e.SettingChanged(setting="scheduler.max_concurrent_groups", value="3"))
     assert own.get_sample_value("engine_replicas_wanted") == 3
     assert own.get_sample_value("engine_max_concurrent_groups") == 3
     for request in ("replicas_wanted", "setting"):
@@ -102,7 +102,7 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     metrics = RunMetrics(recovered.scheduler)
     assert metrics.groups.by_final_state() == before
     event = recovered.resume_without_loss(replicas=2) if kept else recovered.resume_from_checkpoint(steps=2, replicas=2)
-    fact.stamp(event, recovered.events, recovered.at)
+    e.stamp(event, recovered.events, recovered.at)
     metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     ended, state = metrics.groups.by_final_state(), recovered.scheduler.state
     assert ended["consumed"] == state.groups.ledger.consumed == (10 if kept else 4)
@@ -125,20 +125,20 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = SteadyWorld(limits, recorder=recorder, snapshot_every=snapshot_every)
     world.until(lambda state: state.training.steps_trained == 2)
-    world.tell(fact.SchedulerRecovered())
+    world.tell(e.SchedulerRecovered())
     world.until(lambda state: state.training.steps_trained == 4)
-    world.tell(fact.SchedulerRecovered())
-    world.tell(fact.DrainRequested(reason="a user asked"))
+    world.tell(e.SchedulerRecovered())
+    world.tell(e.DrainRequested(reason="a user asked"))
     asked = world.time
     for _ in range(8):  # so that the newest snapshot of those that are often has the drain in it
-        world.tell(fact.SchedulerRecovered())
+        world.tell(e.SchedulerRecovered())
     at = asked + 5.0
 
     recovered = recover(read(recorder))
     assert (recovered.began_at is not None) == bool(snapshot_every)
     metrics = RunMetrics(recovered.scheduler)
-    event = fact.SchedulerRecovered()
-    fact.stamp(event, recovered.events, at)
+    event = e.SchedulerRecovered()
+    e.stamp(event, recovered.events, at)
     metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     assert recovered.scheduler.state.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
     assert read_status(metrics, at).draining_s == 5.0
@@ -193,11 +193,11 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
     world.until(lambda state: state.training.steps_trained == 5)
     recovered = recover(read(recorder))
     metrics = RunMetrics(recovered.scheduler)
-    event: fact.Event = recovered.resume_from_checkpoint(steps=5, replicas=2)
+    event: e.Event = recovered.resume_from_checkpoint(steps=5, replicas=2)
     if how != "resumed":
         metrics.finish_replay()
-        event = fact.SchedulerRecovered()
-    fact.stamp(event, recovered.events, recovered.at + 2.0)
+        event = e.SchedulerRecovered()
+    e.stamp(event, recovered.events, recovered.at + 2.0)
     metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     own = registry(metrics, ExternalFigures(now=lambda: recovered.at + 5.0))
     assert own.get_sample_value("engine_step_age_seconds") == age_s

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 
-from engine import events as fact
+from engine import events as e
 from engine.metrics.collector import FunctionTotals, RunMetrics
 from engine.metrics.counts import TOGETHER, Histogram, ReplicaCounts
 from engine.metrics.export import registry
@@ -186,7 +186,9 @@ def test_slots_whose_groups_wait_for_rewards_idle_for_these() -> None:
         added_states=(AddedState(name="rewarding", concurrency=1),),
     )  # fmt: skip
     world = SteadyWorld(limits, replicas=1, slots=4, state_s=9.0)
-    world.until(lambda state: state.groups.stages.out == 1 and state.groups.stages.groups_at("generated") == 3)
+    world.until(
+        lambda state: state.groups.state_queues.out == 1 and state.groups.state_queues.groups_at("generated") == 3
+    )
     status = read_status(world.metrics)
     assert status.admission_limit == "reward" and "slots free: their groups wait for rewards" in status.rollout_now
     assert status.calls_now == "3 groups wait for state rewarding"
@@ -225,8 +227,8 @@ def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
     calls = {"function": "agent mine", "at_once": 2, "setting": "rollout.slots", "queued": 0, "running_s": 0.0}
 
     def report(groups: int) -> None:
-        life = {"kind": "replica", "index": 0, "incarnation": 1}
-        world.tell(fact.CallsMeasured(**life, **calls, groups=groups, calls=1, seconds=3.0))
+        life = {"kind": "replica", "index": 0, "life": 1}
+        world.tell(e.CallsMeasured(**life, **calls, groups=groups, calls=1, seconds=3.0))
 
     report(2)
     status = read_status(world.metrics)
@@ -239,21 +241,21 @@ def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
     world.run_for(10.0)
     assert idle.sums.idle_s["agent"] == pytest.approx(20.0) and read_status(world.metrics).calls_now == ""
     report(2)
-    world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="gone"))
+    world.tell(e.ProcessLost(kind="replica", index=0, life=1, reason="gone"))
     assert idle.in_agents == 0, "its life has ended"
 
 
 def test_figures_of_calls_and_caches_are_counted_and_change_nothing() -> None:
     world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.groups.ledger.running == 4)
     before = world.metrics.changes
-    for incarnation in (1, 0):  # a report, and one of a life that has ended
-        world.tell(fact.CacheMeasured(kind="replica", index=0, incarnation=incarnation, used=0.5))
-    figures = {"kind": "replica", "index": 0, "incarnation": 1, "function": "reward slow", "at_once": 4}
+    for life in (1, 0):  # a report, and one of a life that has ended
+        world.tell(e.CacheMeasured(kind="replica", index=0, life=life, used=0.5))
+    figures = {"kind": "replica", "index": 0, "life": 1, "function": "reward slow", "at_once": 4}
     more = {**figures, "groups": 2, "setting": "", "seconds": 6.0, "running_s": 0.0, "held_s": 0.5}
     for calls in (1, 3):
-        world.tell(fact.CallsMeasured(**more, queued=calls, calls=calls))
+        world.tell(e.CallsMeasured(**more, queued=calls, calls=calls))
     world.run_for(10.0)
-    world.tell(fact.CallsMeasured(**{**more, "seconds": 0.0}, queued=0, calls=0))
+    world.tell(e.CallsMeasured(**{**more, "seconds": 0.0}, queued=0, calls=0))
     totals = FunctionTotals(4, 12.0, "reward", setting="", at_once=4, queued=3, held_s=1.5, watched_s=10.0)
     assert world.metrics.changes == before and world.metrics.calls == {"reward slow": totals}
     assert read_status(world.metrics).slowest == {"reward": "reward slow, 3 s a call"}
@@ -310,15 +312,15 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     world = steady_world(steps=None).until(lambda state: state.groups.ledger.running == 4)
     group = next(iter(world.scheduler.state.groups.live.values()))
     replica = world.scheduler.state.orders.open["group"][group.id].command.replica
-    failed = fact.GroupFailed(
-        group=group.id, attempt=group.attempt, replica=replica, incarnation=1, cause="data", reason="bad reward"
+    failed = e.GroupFailed(
+        group=group.id, attempt=group.attempt, replica=replica, life=1, cause="data", reason="bad reward"
     )
-    echo = fact.GroupFailed(
-        group=group.id, attempt=group.attempt, replica=replica, incarnation=1, cause="data", reason="bad reward"
+    echo = e.GroupFailed(
+        group=group.id, attempt=group.attempt, replica=replica, life=1, cause="data", reason="bad reward"
     )
     world.tell(failed)
     world.tell(echo)
-    world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    world.tell(e.ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     assert world.metrics.retries["group_data"] == 1
     assert world.metrics.retries["replica_lost"] == 1
     assert world.scheduler.state.orders.stale_echoes == 1
@@ -331,8 +333,8 @@ def test_tokens_of_a_stale_echo_are_not_counted() -> None:
     generated = world.metrics.generated
     before = (generated.tokens, generated.response_tokens.read())
     world.tell(
-        fact.GroupGenerated(
-            group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
+        e.GroupGenerated(
+            group=0, attempt=9, replica=0, life=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
             reward_mean=0.0, reward_spread=0.0,
         )
     )  # fmt: skip
@@ -464,8 +466,8 @@ def test_a_step_that_was_trained_before_a_failover_waits_for_no_metrics(tmp_path
     recovered, path = recover(read(recorder)), tmp_path / "metrics.jsonl"
     metrics = RunMetrics(recovered.scheduler, Journal(path))
     metrics.finish_replay()
-    published = fact.WeightsPublished(version=1, attempt=1)
-    fact.stamp(published, recovered.events, recovered.at)
+    published = e.WeightsPublished(version=1, attempt=1)
+    e.stamp(published, recovered.events, recovered.at)
     metrics.observe(Tick(0, (published,), recovered.scheduler.tick((published,))))
     assert [row["step"] for row in rows_of(path)] == [0]
 
@@ -528,8 +530,8 @@ def test_groups_in_added_states_are_counted_and_their_failures_reported() -> Non
 
 def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None:
     world = steady_world(stale=1).until(lambda state: state.groups.ledger.running == 4)
-    world.tell(fact.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
-    world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
+    world.tell(e.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
+    world.tell(e.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
     samples = {s.name: s.value for family in registry(world.metrics).collect() for s in family.samples}
     assert samples["engine_max_staleness_steps"] == 3
     assert samples["engine_max_concurrent_groups"] == 8

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 from steady_world import SteadyWorld, steady_world
 
-from engine import events as fact
+from engine import events as e
 from engine.cli import main
 from engine.cli.top import screen
 from engine.metrics.address_files import FILE, announce, withdraw
@@ -231,9 +231,9 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     before = shown()
     assert "a checkpoint of 4 steps, 2 fewer than trained" in before and "no event for 0:12" in before
     assert "changed" not in before and "drain" not in before
-    world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
-    world.tell(fact.ReplicasWanted(replicas=5))
-    world.tell(fact.DrainRequested(reason="asked to"))
+    world.tell(e.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
+    world.tell(e.ReplicasWanted(replicas=5))
+    world.tell(e.DrainRequested(reason="asked to"))
     slow_down(world, 1)
     after = shown()
     for text in (
@@ -283,7 +283,7 @@ def slow_down(world: SteadyWorld, id: int) -> None:
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
     world = steady_world(steps=None, sync_s=0.0, replicas=3).until(lambda state: state.training.steps_trained == 2)
     slow_down(world, 1)
-    world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    world.tell(e.ProcessLost(kind="replica", index=0, life=1, reason="killed"))
     status = read_status(world.metrics)
     assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 3, 1)
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
@@ -294,7 +294,7 @@ def test_a_slow_replica_and_missing_ones_are_marked() -> None:
 
 def test_a_replica_that_reports_its_cache_shows_how_full_it_is() -> None:
     world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
-    world.tell(fact.CacheMeasured(kind="replica", index=1, incarnation=1, used=0.84))
+    world.tell(e.CacheMeasured(kind="replica", index=1, life=1, used=0.84))
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
     console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
     rows = [line for line in console.export_text().splitlines() if "KV 84%" in line]

@@ -44,11 +44,11 @@ class Interrupted(Scripted):
             oldest = replica.version if group.oldest_version < 0 else group.oldest_version
             self.tell(
                 GroupAborted(
-                    group=group.id, attempt=group.attempt, replica=0, incarnation=1, tokens=group.tokens + 5,
+                    group=group.id, attempt=group.attempt, replica=0, life=1, tokens=group.tokens + 5,
                     oldest_version=oldest, newest_version=replica.version,
                 )
             )  # fmt: skip
-        place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
+        place = {"replica": 0, "life": 1, "attempt": replica.sync_attempt}
         self.tell(ReplicaPaused(**place))
         self.tell(WeightsInstalled(**place, version=self.state.training.latest_version))
 

@@ -65,7 +65,7 @@ Plain = dict[str, Any]
 
 # -- what the engine says ----------------------------------------------------------------------------------------------
 
-_REPLICA = "replica {replica} life {incarnation}"
+_REPLICA = "replica {replica} life {life}"
 _BATCH = "groups {groups}, staleness {staleness}"
 SENTENCES: dict[type[Command], str] = {
     DrawPrompts: "draw {count} prompts from {first}",
@@ -78,8 +78,8 @@ SENTENCES: dict[type[Command], str] = {
     PauseReplica: f"pause {_REPLICA} for version {{version}}, mode {{mode}}",
     InstallWeights: f"install version {{version}} on {_REPLICA}",
     ResumeReplica: f"let {_REPLICA} sample again",
-    StartProcess: "start {kind} {index} life {incarnation}",
-    StopProcess: "stop {kind} {index} life {incarnation}",
+    StartProcess: "start {kind} {index} life {life}",
+    StopProcess: "stop {kind} {index} life {life}",
     RetireWeights: "retire version {version}",
     ScoreBatch: f"score step {{step}} with {{task}}, attempt {{attempt}}: {_BATCH.partition(',')[0]}",
     TrainStep: f"train step {{step}}, attempt {{attempt}}: {_BATCH}",
@@ -315,13 +315,13 @@ class Core:
             stamp(event, id, at)
         scheduler = self._scheduler
         commands = scheduler.tick(events)
-        facts = list(scheduler.facts)
-        if facts:
-            self._recorder.write(facts, commands)
+        applied = list(scheduler.events)
+        if applied:
+            self._recorder.write(applied, commands)
         number = self._recorder.next_tick
         if self._snapshot_every and not number % self._snapshot_every:
             self._recorder.snapshot(snapshot(scheduler))
-        heard = [event in facts and event.id in scheduler.state.orders.matched for event in events]
+        heard = [event in applied and event.id in scheduler.state.orders.matched for event in events]
         figures, before = _figures(scheduler), self._figures
         changed = [f"{name}: {value}" for name, value in figures.items() if before.get(name) != value]
         self._figures = figures
@@ -360,8 +360,10 @@ def _figures(scheduler: Scheduler) -> dict[str, Any]:
     figures = {"steps trained": view.steps_trained, "newest version": view.latest_version, **charges(scheduler)}
     for replica in view.replicas():
         figures[f"version of replica {replica.id}"] = replica.version
-    for run in view.validations():
-        figures[f"validation of version {run.version}"] = f"{run.measured} of {run.rows} rows measured"
+    for validation in view.validations():
+        figures[f"validation of version {validation.version}"] = (
+            f"{validation.measured} of {validation.rows} rows measured"
+        )
     return figures
 
 

@@ -58,7 +58,7 @@ def event(position: int, at: float | None = None) -> PromptsDrawn:
 
 def answer(position: int) -> tuple[Command, ...]:
     return tuple(
-        StartGroup(group=position + place, attempt=1, replica=0, incarnation=1, cause=position)
+        StartGroup(group=position + place, attempt=1, replica=0, life=1, cause=position)
         for place in range(position % 3)
     )
 

@@ -21,10 +21,10 @@ from engine.record.codec import CHECKED_FROM_BYTES, event_of, pack, unpack_event
 from engine.record.frames import Tick, decode_frame, decode_header, encode_rejected, encode_tick
 
 GENERATED = GroupGenerated(
-    group=7, attempt=1, replica=0, incarnation=1, tokens=30, oldest_version=2, newest_version=3, trainable=4,
+    group=7, attempt=1, replica=0, life=1, tokens=30, oldest_version=2, newest_version=3, trainable=4,
     reward_mean=0.5, reward_spread=1.0, id=9, at=1.25,
 )  # fmt: skip
-START = StartGroup(group=7, attempt=1, replica=0, incarnation=1, cause=9)
+START = StartGroup(group=7, attempt=1, replica=0, life=1, cause=9)
 TRAIN = TrainStep(step=0, attempt=1, groups=(1, 2), staleness=(0, 1), cause=9)
 
 
@@ -35,10 +35,10 @@ def test_a_class_of_events_or_commands_is_frozen_and_takes_keywords_only(cls: ty
     assert {one.kind for one in signature(cls).parameters.values()} == {Parameter.KEYWORD_ONLY}
 
 
-def of_one_tick(facts: list[Event], first: int, at: float) -> tuple[Event, ...]:
-    for place, fact in enumerate(facts):
-        stamp(fact, first + place, at)
-    return tuple(facts)
+def of_one_tick(events: list[Event], first: int, at: float) -> tuple[Event, ...]:
+    for place, one in enumerate(events):
+        stamp(one, first + place, at)
+    return tuple(events)
 
 
 TICKS = st.builds(
@@ -47,18 +47,18 @@ TICKS = st.builds(
 )  # fmt: skip
 
 
-@given(facts=TICKS, answer=st.lists(st.tuples(commands, st.integers(0, 3)), max_size=5), number=st.integers(0, 2**62))
-def test_ticks_come_back(facts: tuple[Event, ...], answer: list[tuple[Command, int]], number: int) -> None:
-    orders = tuple(replace(command, cause=facts[place % len(facts)].id) for command, place in answer)
-    tick = decode_frame(encode_tick(number, facts, orders))
-    assert tick == Tick(number, facts, orders)
-    assert list(map(type, (*tick.events, *tick.commands))) == list(map(type, (*facts, *orders)))
+@given(events=TICKS, answer=st.lists(st.tuples(commands, st.integers(0, 3)), max_size=5), number=st.integers(0, 2**62))
+def test_ticks_come_back(events: tuple[Event, ...], answer: list[tuple[Command, int]], number: int) -> None:
+    orders = tuple(replace(command, cause=events[place % len(events)].id) for command, place in answer)
+    tick = decode_frame(encode_tick(number, events, orders))
+    assert tick == Tick(number, events, orders)
+    assert list(map(type, (*tick.events, *tick.commands))) == list(map(type, (*events, *orders)))
 
 
-@given(facts=TICKS, reason=st.text(max_size=60))
-def test_rejections_come_back(facts: tuple[Event, ...], reason: str) -> None:
-    frame = decode_frame(encode_rejected(3, facts, reason))
-    assert (frame.number, frame.events, frame.reason) == (3, facts, reason)
+@given(events=TICKS, reason=st.text(max_size=60))
+def test_rejections_come_back(events: tuple[Event, ...], reason: str) -> None:
+    frame = decode_frame(encode_rejected(3, events, reason))
+    assert (frame.number, frame.events, frame.reason) == (3, events, reason)
 
 
 def test_no_tag_is_used_twice() -> None:
@@ -85,7 +85,7 @@ def test_ints_where_floats_belong_and_plain_subclasses_are_taken() -> None:
 
 
 MEASURED = RowsMeasured(
-    **dict.fromkeys(("validation", "chunk", "attempt", "replica", "incarnation", "version"), 0), measured=2, right=1,
+    **dict.fromkeys(("validation", "chunk", "attempt", "replica", "life", "version"), 0), measured=2, right=1,
     reward=1.0, rows=(0, 1), rewards=(0.0, 1.0), answers=(0, 0), right_rows=(0,), id=9, at=1.25,
 )  # fmt: skip
 UNRECORDABLE: list[tuple[Event, str]] = [

@@ -38,8 +38,8 @@ def test_until_stops_after_its_event(echoed: MemoryRecorder) -> None:
 
 def test_another_command_is_shown_with_both_sides(echoed: MemoryRecorder) -> None:
     got = (
-        StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=5),
-        StartGroup(group=6, attempt=1, replica=1, incarnation=1, cause=5),
+        StartGroup(group=5, attempt=1, replica=0, life=1, cause=5),
+        StartGroup(group=6, attempt=1, replica=1, life=1, cause=5),
     )
     report = replay(read(echoed), build=lambda _: Echo(5, commands=got))
     divergence = report.divergence
@@ -58,7 +58,7 @@ def test_a_scheduler_that_raises_has_diverged(echoed: MemoryRecorder, error: Exc
 
 
 def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> None:
-    wrong = (StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=4),)
+    wrong = (StartGroup(group=5, attempt=1, replica=0, life=1, cause=4),)
     report = replay(read(echoed), build=lambda _: Echo(5, commands=wrong))
     assert report.divergence is not None and "cause=4" in str(report)
 

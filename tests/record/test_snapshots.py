@@ -85,7 +85,7 @@ def test_a_parked_group_whose_tokens_are_gone_resumes_in_its_new_place() -> None
         run.keep_prefix(group, tokens=tokens)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True, missing=(0,)))
     run.restore_twin()
-    ordered = run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2))
+    ordered = run.tell(ProcessUp(kind="replica", index=0, life=2, slots=2))
     assert [order.group for order in ordered if isinstance(order, StartGroup | ResumeGroup)] == [2, 1]
 
 
@@ -111,7 +111,7 @@ def test_it_asks_the_sync_policy_at_the_same_events(counting: None) -> None:
     run = Scripted(replicas=2, slots=2, policies={"sync": "counting"}, **figures)
     run.train_on(0)
     for sync in run.ordered(StageWeights):
-        run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
+        run.tell(WeightsStaged(replica=sync.replica, life=1, attempt=sync.attempt, version=1))
     (going_on,) = [id for id, replica in run.state.replicas.by_id.items() if replica.state == "ready"]
     group = next(iter(run.running_on(going_on)))
     run.keep_prefix(group)
@@ -135,12 +135,12 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
         state = again.state
         records = [
             *state.training.steps.values(), *state.pools.leases, *state.training.versions.values(), state.validations,
-            state.checkpoints, *state.processes.values(), *state.validations.runs.values(),
+            state.checkpoints, *state.processes.values(), *state.validations.live.values(),
             *state.replicas.by_id.values(), *state.groups.live.values(), state.groups, state.training, state.replicas,
             state.ending, state.policies,
         ]  # fmt: skip
         seen.update(type(record).__name__ for record in records)
-        seen.update("Chunk" for run in state.validations.runs.values() if run.chunks)
+        seen.update("Chunk" for run in state.validations.live.values() if run.chunks)
 
     world.driver.observe = look
     world.run()

@@ -149,34 +149,34 @@ class Scene:
 
     @property
     def lives(self) -> list[tuple[type[Event], int]]:
-        """What was reported about lives, with their incarnations."""
-        return [(type(one), one.incarnation) for one in self.reports if isinstance(one, ProcessUp | ProcessLost)]
+        """What was reported about lives, with their numbers."""
+        return [(type(one), one.life) for one in self.reports if isinstance(one, ProcessUp | ProcessLost)]
 
-    def start(self, kind: str, incarnation: int) -> None:
-        self.supervisor.start(commands.StartProcess(kind=kind, index=0, incarnation=incarnation, cause=0))
+    def start(self, kind: str, number: int) -> None:
+        self.supervisor.start(commands.StartProcess(kind=kind, index=0, life=number, cause=0))
 
-    async def up(self, kind: str, incarnation: int) -> None:
-        self.start(kind, incarnation)
-        await self.hears(ProcessUp, kind=kind, incarnation=incarnation)
+    async def up(self, kind: str, number: int) -> None:
+        self.start(kind, number)
+        await self.hears(ProcessUp, kind=kind, life=number)
 
-    def stop(self, kind: str, incarnation: int, *, hung: bool = False) -> None:
-        life = {"kind": kind, "index": 0, "incarnation": incarnation}
+    def stop(self, kind: str, number: int, *, hung: bool = False) -> None:
+        life = {"kind": kind, "index": 0, "life": number}
         self.supervisor.stop(commands.StopProcess(**life, reason="enough", hung=hung, cause=0))
 
     def order(self, kind: str, command: Any) -> None:
         """Send an order to the current life."""
         self.supervisor.lives[kind, 0].send([SentOrder(command)])
 
-    def generate(self, group: int, incarnation: int) -> int:
+    def generate(self, group: int, number: int) -> int:
         """Execute an order to start a group. Returns the number of messages."""
-        life, before = {"replica": 0, "incarnation": incarnation}, self.executor.calls
+        life, before = {"replica": 0, "life": number}, self.executor.calls
         start = commands.StartGroup(group=group, attempt=1, number=next(self._numbers), **life, cause=0)
         self.executor.execute([start])
         return self.executor.calls - before
 
-    async def waits_for(self, kind: str, incarnation: int) -> str | None:
+    async def waits_for(self, kind: str, number: int) -> str | None:
         """Ask a process whom it waits for. None: it has ended."""
-        sign = await self.supervisor.probe(Process(kind, incarnation=incarnation))
+        sign = await self.supervisor.probe(Process(kind, life=number))
         return None if sign is None else sign.waits_for
 
     # what happens in a process
@@ -237,9 +237,9 @@ async def a_started_process_reports_once_that_it_is_up_with_its_slots(scene: Sce
     scene.start(TRAINER, 2)
     await asyncio.gather(scene.up(REPLICA, 5), scene.up(TRAINER, 2))
     await asyncio.gather(scene.waits_for(REPLICA, 5), scene.waits_for(TRAINER, 2))
-    ups = sorted((one for one in scene.reports if isinstance(one, ProcessUp)), key=lambda up: up.incarnation)
-    trainer = ProcessUp(kind=TRAINER, index=0, incarnation=2)
-    assert ups == [trainer, ProcessUp(kind=REPLICA, index=0, incarnation=5, slots=SLOTS)]
+    ups = sorted((one for one in scene.reports if isinstance(one, ProcessUp)), key=lambda up: up.life)
+    trainer = ProcessUp(kind=TRAINER, index=0, life=2)
+    assert ups == [trainer, ProcessUp(kind=REPLICA, index=0, life=5, slots=SLOTS)]
     assert scene.noted(REPLICA)[0] == ["begin"]
 
 
@@ -247,7 +247,7 @@ async def a_started_process_reports_once_that_it_is_up_with_its_slots(scene: Sce
 async def a_start_that_fails_is_lost_once_with_the_users_error_and_the_next_works(scene: Scene) -> None:
     (scene.directory / "fails").touch()
     scene.start(REPLICA, 1)
-    lost = await scene.hears(ProcessLost, incarnation=1)
+    lost = await scene.hears(ProcessLost, life=1)
     assert lost.reason.startswith("it could not be started: RuntimeError: no memory")
     scene.start(REPLICA, 1)  # it is over
     await scene.up(TRAINER, 3)
@@ -262,7 +262,7 @@ async def a_stopped_process_is_lost_once_and_the_next_begins_after_its_end(scene
     await scene.up(REPLICA, 1)
     scene.generate(ENDLESS, 1)
     scene.stop(REPLICA, 1)
-    assert (await scene.hears(ProcessLost, incarnation=1)).reason == "enough"
+    assert (await scene.hears(ProcessLost, life=1)).reason == "enough"
     await scene.up(REPLICA, 2)
     assert scene.lives == [(ProcessUp, 1), (ProcessLost, 1), (ProcessUp, 2)]
     assert await scene.has_ended(REPLICA, but=1)
@@ -276,7 +276,7 @@ async def a_process_stopped_while_it_starts_is_lost_and_never_up(scene: Scene) -
         await asyncio.sleep(0)
         assert scene.reports == []
         open_gate()
-    await scene.hears(ProcessLost, incarnation=1)
+    await scene.hears(ProcessLost, life=1)
     await scene.up(REPLICA, 2)
     open_gate()
     assert scene.lives == [(ProcessLost, 1), (ProcessUp, 2)]
@@ -293,13 +293,13 @@ async def a_newer_life_ends_the_older_one_and_does_not_overlap_it(scene: Scene) 
 @case
 async def a_lost_process_is_reported_once_with_the_reason(scene: Scene) -> None:
     await scene.up(TRAINER, 1)
-    scene.order(TRAINER, commands.StageWeights(version=1, attempt=1, replica=0, incarnation=1, cause=0))
-    assert "its worker cannot start StageWeights" in (await scene.hears(ProcessLost, incarnation=1)).reason
+    scene.order(TRAINER, commands.StageWeights(version=1, attempt=1, replica=0, life=1, cause=0))
+    assert "its worker cannot start StageWeights" in (await scene.hears(ProcessLost, life=1)).reason
     await scene.up(TRAINER, 2)
     lives = [(ProcessUp, 1), (ProcessLost, 1), (ProcessUp, 2)]
     if scene.may_die:
         scene.kill(TRAINER)
-        assert scene.death in (await scene.hears(ProcessLost, incarnation=2)).reason
+        assert scene.death in (await scene.hears(ProcessLost, life=2)).reason
         await scene.up(TRAINER, 3)
         lives += [(ProcessLost, 2), (ProcessUp, 3)]
     assert scene.lives == lives
@@ -311,7 +311,7 @@ async def what_is_ordered_of_an_earlier_life_does_not_reach_the_next(scene: Scen
     assert await scene.waits_for(REPLICA, 1) is None
     assert (scene.generate(1, 1), scene.generate(2, 2)) == (0, 1)
     scene.stop(REPLICA, 1)
-    assert (await scene.hears(GroupGenerated, incarnation=2)).group == 2
+    assert (await scene.hears(GroupGenerated, life=2)).group == 2
     assert await scene.waits_for(REPLICA, 2) == ""
     assert scene.lives == [(ProcessUp, 2), (ProcessLost, 1)]
     assert sum(isinstance(report, GroupGenerated) for report in scene.reports) == 1
@@ -344,7 +344,7 @@ async def a_hung_process_is_lost_with_its_stacks_and_the_next_does_not_wait_for_
     for _ in range(2):  # a restarted scheduler repeats it
         scene.stop(TRAINER, 1, hung=True)
     file = scene.directory / "logs" / "trainer.stacks"
-    assert (await scene.hears(ProcessLost, incarnation=1)).reason == "enough" + scene.stacks.format(file=file)
+    assert (await scene.hears(ProcessLost, life=1)).reason == "enough" + scene.stacks.format(file=file)
     assert not scene.stacks or "in wait_at_gate" in file.read_text()
     await scene.up(TRAINER, 2)
     let_go()

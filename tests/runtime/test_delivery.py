@@ -153,7 +153,7 @@ def test_after_a_failover_no_new_order_is_sent_before_the_open_ones(scene: Scene
 
     def execute(commands: Sequence[Command]) -> None:
         if not sent:
-            scene.driver.deliver(ProcessLost(kind=REPLICA, index=0, incarnation=1, reason="it ended"))
+            scene.driver.deliver(ProcessLost(kind=REPLICA, index=0, life=1, reason="it ended"))
         sent.extend(commands)
 
     scene.on_execute = execute

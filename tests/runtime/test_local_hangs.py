@@ -177,7 +177,7 @@ def test_the_work_of_a_state_that_never_returns_ends_the_run_with_the_cause() ->
         return await ignore_cancellation()  # type: ignore[no-any-return]
 
     with pytest.raises(RunFailed, match=r"the state rewarding exceeded its time limit .* in EnterState \(group \d\)"):
-        run(REWARDED | limited("stage_s"), works={REWARDING: work}, state_timeout_s=0.1)
+        run(REWARDED | limited("state_s"), works={REWARDING: work}, state_timeout_s=0.1)
 
 
 def test_a_run_whose_generator_reports_on_its_own_threads_ends() -> None:

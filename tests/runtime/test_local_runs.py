@@ -335,7 +335,7 @@ def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on
     assert result.groups["consumed"] == 30
     frozen, unmade, *_ = events_of(result, ProcessLost)  # the run may end before the loss of the last life is known
     assert "frozen for good" in frozen.reason
-    assert (unmade.index, unmade.incarnation, unmade.final) == (0, 2, False)
+    assert (unmade.index, unmade.life, unmade.final) == (0, 2, False)
     assert "could not be started" in unmade.reason and "no licence left" in unmade.reason
 
 

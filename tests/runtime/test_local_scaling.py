@@ -72,10 +72,10 @@ def test_replicas_are_started_let_go_and_started_again(runs: list[RunParts]) -> 
         prompts=[f"question {n}" for n in range(PROMPTS)],
     )
     assert sorted(trainer.groups) == list(range(PROMPTS)), "each prompt once"
-    joined = [(event.index, event.incarnation) for event in events_of(result, ProcessUp)]
+    joined = [(event.index, event.life) for event in events_of(result, ProcessUp)]
     assert joined == [(0, 1), (1, 1), (2, 1), (1, 2)]
     assert sorted(made) == sorted(replica for replica, _ in joined), "one generator for each life"
-    lost = [(event.index, event.incarnation, event.final) for event in events_of(result, ProcessLost)]
+    lost = [(event.index, event.life, event.final) for event in events_of(result, ProcessLost)]
     assert sorted(lost) == [(1, 1, False), (2, 1, False)]
     assert replay(read(result.record)).identical
 
@@ -86,7 +86,7 @@ def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(runs: 
     result = run(generators=generators, trainer=trainer)
     assert sorted(trainer.groups) == list(range(30))
     (lost,) = events_of(result, ProcessLost)
-    assert (lost.index, lost.incarnation, lost.final) == (2, 1, True)
+    assert (lost.index, lost.life, lost.final) == (2, 1, True)
     assert "no generator is left" in lost.reason
 
 
@@ -102,7 +102,7 @@ def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
     trainer, seen = Counting(), list[int]()
     result = run(generators=[Closing(runs, {8: 1}, seen) for _ in range(2)], trainer=trainer)
     (lost,) = events_of(result, ProcessLost)
-    assert (lost.index, lost.incarnation) == (1, 1)
+    assert (lost.index, lost.life) == (1, 1)
     assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))
 
 

@@ -61,8 +61,8 @@ def event(event: Any, during: type[Any] = StartProcess) -> Callable[[Loop], Any]
     return act
 
 
-def lost(kind: str = "trainer", index: int = 0, incarnation: int = 1, **more: Any) -> Callable[[Loop], Any]:
-    return event(ProcessLost(kind=kind, index=index, incarnation=incarnation, reason="", **more), TrainStep)
+def lost(kind: str = "trainer", index: int = 0, life: int = 1, **more: Any) -> Callable[[Loop], Any]:
+    return event(ProcessLost(kind=kind, index=index, life=life, reason="", **more), TrainStep)
 
 
 ILLEGAL: dict[str, tuple[Callable[[Loop], Any], str]] = {
@@ -96,10 +96,10 @@ ILLEGAL: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "a replica that published": (lost("replica", published=0), "a replica publishes no weights and saves no"),
     "a second trainer": (lost(index=1), "there is no trainer 1"),
     "no such kind": (lost("trainers"), "kind is 'trainers'; use one of"),
-    "life 0": (lost(incarnation=0), "incarnation 0 was not ordered; use one from 1 to 1"),
+    "life 0": (lost(life=0), "life 0 was not ordered; use one from 1 to 1"),
     "another life": (
-        event(ReplicaLeaves(replica=1, incarnation=2, reason="")),
-        "incarnation 2 was not ordered; use one from 1 to 1",
+        event(ReplicaLeaves(replica=1, life=2, reason="")),
+        "life 2 was not ordered; use one from 1 to 1",
     ),
     "more trajectories than samples": (
         lambda loop: loop.first(StartGroup).answer(OrderProgressed, finished=3),
@@ -174,7 +174,7 @@ def test_no_answer_can_name_other_work_than_its_order() -> None:
                     loop.give(order, **{name: 1})
                 seen.add(name)
         loop.answer(order)
-    assert seen > {"group", "attempt", "replica", "incarnation", "kind", "index", "step", "version", "orders"}
+    assert seen > {"group", "attempt", "replica", "life", "kind", "index", "step", "version", "orders"}
     require_sound(loop.session)
 
 
@@ -213,7 +213,7 @@ def test_a_late_answer_of_an_earlier_life_has_no_effect() -> None:
     loop = made()
     while (staged := loop.first(StageWeights)).attempt < 2:
         loop.answer(staged)
-    loop.report(ProcessLost(kind="replica", index=0, incarnation=1, reason=""))
+    loop.report(ProcessLost(kind="replica", index=0, life=1, reason=""))
     assert loop.first(StageWeights).attempt == 1
     assert loop.answer(staged) == ()
     loop.finish()

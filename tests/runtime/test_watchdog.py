@@ -94,7 +94,7 @@ def test_it_asks_who_waits_for_whom_and_reports_the_whole_chain(
 
 def test_a_process_that_is_not_up_is_named_and_not_asked() -> None:
     watched = Watched({"scorer 0": "trainer"})
-    lost = ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed")
+    lost = ProcessLost(kind="trainer", index=0, life=1, reason="killed")
     watched.while_asked = lambda: watched.deliver(lost) if not watched.reports and len(watched.asked) == 1 else None
     assert watched.after(60.0)[0].chain == ("scorer 0", "trainer") and watched.asked == ["scorer 0"]
 
@@ -106,8 +106,8 @@ def test_a_process_that_ends_while_it_is_asked_is_not_reported(kind: str, id: st
 
     def die() -> None:
         if watched.asked[-1] == id:
-            watched.deliver(ProcessLost(kind=kind, index=0, incarnation=1, reason="killed"))
-            watched.deliver(ProcessUp(kind=kind, index=0, incarnation=2))
+            watched.deliver(ProcessLost(kind=kind, index=0, life=1, reason="killed"))
+            watched.deliver(ProcessUp(kind=kind, index=0, life=2))
             watched.while_asked = lambda: None
 
     watched.while_asked = die

@@ -55,7 +55,7 @@ from engine.workers.group_reports import all_finite
 from engine.workers.replica import ReplicaWorker
 
 PROMPT = Prompt(row=3, text="2 + 2")
-WHO = {"replica": 0, "incarnation": 1, "cause": 0}
+WHO = {"replica": 0, "life": 1, "cause": 0}
 
 
 class Stage(Bench):
@@ -125,9 +125,9 @@ async def test_a_group_is_kept_before_it_is_reported() -> None:
     await stage.settle()
     stage.generator.tick(3)
     joined, generated = await stage.until(2)
-    assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, samples=2, version=0)
+    assert joined == ProcessUp(kind="replica", index=0, life=1, slots=4, samples=2, version=0)
     assert generated == GroupGenerated(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, trainable=2,
+        group=0, attempt=1, replica=0, life=1, tokens=6, oldest_version=0, newest_version=0, trainable=2,
         reward_mean=0.5, reward_spread=1.0,
     )  # fmt: skip
     assert kept_at_report == [False, True]
@@ -139,7 +139,7 @@ async def test_a_repeated_order_and_one_for_another_life_change_nothing() -> Non
     stage = await Stage(TokenGenerator(length=2, free=True)).open()
     stage.start()
     stage.start()
-    stage.worker.carry_out(structs.replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
+    stage.worker.carry_out(structs.replace(StartGroup(group=9, attempt=1, **WHO), life=2), PROMPT)
     await stage.until(1)
     stage.start()
     await stage.settle()
@@ -208,7 +208,7 @@ async def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_t
     first.generator.tick(2)
     (stored,) = await first.until(1)
     assert stored == PrefixStored(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2
+        group=0, attempt=1, replica=0, life=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2
     )
     first.generator.tick(1)  # what is not stored dies with the replica
     second.resume()
@@ -431,7 +431,7 @@ async def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as
     behind.resume()
     (event,) = await behind.until(1)
     assert event == GroupAborted(
-        group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
+        group=0, attempt=2, replica=0, life=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
     )
     assert behind.generator.works == []
     await ahead.worker.close()

@@ -30,14 +30,14 @@ from engine.record.codec import CodecError
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.states.limits import AddedState, Pool, ValidationLimits
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.added_states import StateWorker
 from engine.workers.replica import ReplicaWorker
 from engine.workers.scorer import ScorerWorker
-from engine.workers.stage import StageWorker
 from engine.workers.trainer import TrainerWorker
 from engine.workers.worker import Worker
 
 PROMPT = Prompt(row=3, text="2 + 2")
-WHO = {"replica": 0, "incarnation": 1, "cause": 0}
+WHO = {"replica": 0, "life": 1, "cause": 0}
 
 
 class Rude(BaseException):
@@ -113,7 +113,7 @@ async def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker()
     orders: list[tuple[type[Worker], Command]] = [
         (TrainerWorker, TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0)),
         (ScorerWorker, ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), number=0, cause=0)),
-        (StageWorker, EnterState(group=0, attempt=1, state="judging", cause=0)),
+        (StateWorker, EnterState(group=0, attempt=1, state="judging", cause=0)),
         (ReplicaWorker, StageWeights(version=1, attempt=1, **WHO)),
     ]
     for kind, order in orders:

@@ -42,9 +42,7 @@ def plan_of(
 class Bench:
     """A worker of any kind. `trajectories`: the store, if it is not its own."""
 
-    def __init__(
-        self, kind: type[Worker], plan: Plan, trajectories: Trajectories | None = None, incarnation: int = 1
-    ) -> None:
+    def __init__(self, kind: type[Worker], plan: Plan, trajectories: Trajectories | None = None, life: int = 1) -> None:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
         """The trainer's metrics of each step."""
@@ -55,7 +53,7 @@ class Bench:
             trajectories=self.trajectories, weights=self.weights, emit=self.take, report=self.note,
             ask_trainer=self.ask_trainer,
         )  # fmt: skip
-        self.worker: Any = kind(plan, 0, incarnation, peers)
+        self.worker: Any = kind(plan, 0, life, peers)
 
     async def open(self) -> Self:
         await self.worker.open()

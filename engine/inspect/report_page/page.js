@@ -78,7 +78,7 @@ class Slices {
     return column.kind === "text" ? meta.texts[value] : value;
   }
 
-  facts(place) {
+  details(place) {
     const hidden = ["title", "arrows", "start", "end", "kind"];
     return meta.columns
       .map(([name]) => name)
@@ -487,8 +487,8 @@ class TimelineView {
     const slices = this.slices;
     const times = `${slices.start[place].toFixed(3)} to ${slices.end[place].toFixed(3)} s: ${seconds(slices.end[place] - slices.start[place])}`;
     const names = ["outcome", "reason", "tokens", "version", "staleness", "step", "became", "groups"];
-    const facts = names.map((name) => [name, slices.get(name, place)]).filter(([, value]) => value !== undefined && value !== "");
-    return [slices.get("title", place), times, ...facts.map(([name, value]) => `${name}: ${value}`)];
+    const details = names.map((name) => [name, slices.get(name, place)]).filter(([, value]) => value !== undefined && value !== "");
+    return [slices.get("title", place), times, ...details.map(([name, value]) => `${name}: ${value}`)];
   }
 
   idleAt(time) {
@@ -510,7 +510,7 @@ class TimelineView {
     this.links = [];
     this.chosen = -1;
     byId("group").value = "";
-    byId("details").replaceChildren(element("p", "Choose a slice to see its facts and causes."));
+    byId("details").replaceChildren(element("p", "Choose a slice to see its details and causes."));
     this.draw();
   }
 
@@ -536,7 +536,7 @@ class TimelineView {
     this.draw();
   }
 
-  // Show the facts of a slice, its causes and effects.
+  // Show the details of a slice, its causes and effects.
   choose(place, move) {
     const slices = this.slices;
     this.chosen = place;
@@ -549,16 +549,16 @@ class TimelineView {
       }
     }
     const track = slices.tracks[this.track];
-    const facts = element("dl");
-    facts.className = "facts";
+    const details = element("dl");
+    details.className = "details";
     const times = [["track", `${track.process}, ${track.name}`], ["start", `${slices.start[place].toFixed(3)} s`], ["duration", seconds(slices.end[place] - slices.start[place])]];
-    for (const [name, value] of [...times, ...slices.facts(place)]) {
+    for (const [name, value] of [...times, ...slices.details(place)]) {
       const pair = element("div");
       const shown = typeof value === "number" && !Number.isInteger(value) ? value.toPrecision(4) : value;
       pair.append(element("dt", name), element("dd", String(shown)));
-      facts.append(pair);
+      details.append(pair);
     }
-    const parts = [element("h3", slices.get("title", place)), facts];
+    const parts = [element("h3", slices.get("title", place)), details];
     slices.linked(place).forEach((places, way) => {
       if (places.length) parts.push(this.buttons(way ? "caused" : "caused by", places));
     });

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.events import Event
-from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.ids import GroupId, LifeNumber, ReplicaId, StepId, Version
 from engine.runtime.process_port import Life, ProcessEnd, SentOrder, Sign
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService, Waits, unpacked
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE
@@ -30,10 +30,10 @@ from engine.storage.trajectories import (
 )
 from engine.storage.weights import Trained, WeightsStore
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.added_states import StateWorker
 from engine.workers.plan import Plan, Restore
 from engine.workers.replica import ReplicaWorker
 from engine.workers.scorer import ScorerWorker
-from engine.workers.stage import StageWorker
 from engine.workers.trainer import TrainerWorker
 from engine.workers.worker import Peers, Worker
 
@@ -106,7 +106,7 @@ CLOSE_S = 30.0
 
 
 WORKERS: Mapping[str, type[Worker]] = {
-    kind.kind: kind for kind in (ReplicaWorker, TrainerWorker, ScorerWorker, StageWorker)
+    kind.kind: kind for kind in (ReplicaWorker, TrainerWorker, ScorerWorker, StateWorker)
 }
 """By kind of process."""
 
@@ -117,7 +117,7 @@ class LocalProcess(Life):
     def __init__(self, worker: Worker, waits: Waits, loading: asyncio.Lock) -> None:
         """`waits`: whom its worker waits for. `loading`: held by the worker that loads; libraries that load models are
         rarely thread-safe."""
-        super().__init__(worker.kind, worker.index, worker.incarnation)
+        super().__init__(worker.kind, worker.index, worker.life)
         self._worker = worker
         self._waits = waits
         self._loading = loading
@@ -152,7 +152,7 @@ class LocalProcess(Life):
         await asyncio.shield(self._close())
 
     def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
-        """Close it. The next incarnation waits for that, because it may need the same resources."""
+        """Close it. The next life waits for that, because it may need the same resources."""
         if hung:
             self._worker.abandon()
         return self._close()
@@ -206,9 +206,9 @@ class LocalProcesses:
         self._trainer: LocalProcess | None = None
         self._loading = asyncio.Lock()
 
-    def make(self, kind: str, index: int, incarnation: Incarnation) -> LocalProcess:
+    def make(self, kind: str, index: int, life: LifeNumber) -> LocalProcess:
         waits = Waits()
-        made = LocalProcess(WORKERS[kind](self._plan, index, incarnation, self._peers(waits)), waits, self._loading)
+        made = LocalProcess(WORKERS[kind](self._plan, index, life, self._peers(waits)), waits, self._loading)
         if kind == TRAINER:
             self._trainer = made
         return made

@@ -210,7 +210,7 @@ class LocalRun:
     """A run whose processes are all in this process."""
 
     def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
-        """`can_make`: whether another incarnation of a replica can be made."""
+        """`can_make`: whether another life of a replica can be made."""
         exempt_own_servers()
         servers = {"metrics": plan.metrics, "control": plan.control}
         check_addresses((section, one.host, one.port) for section, one in servers.items() if one is not None)
@@ -338,7 +338,7 @@ class _Arguments:
         return made
 
     def _rollout(self, replica: ReplicaId) -> Rollout:
-        """Make the generator of a replica's next incarnation. Raises what the user's function raises."""
+        """Make the generator of a replica's next life. Raises what the user's function raises."""
         if not isinstance(self.generators, Sequence):
             try:
                 generator = contained(self.generators, replica)

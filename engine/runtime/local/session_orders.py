@@ -163,20 +163,20 @@ def _report_problems(event: Any, scheduler: Scheduler) -> Iterator[str]:
         case ReplicasWanted():
             check_replicas(event.replicas, state.limits, MOST_REPLICAS)
         case ReplicaLeaves():
-            yield from _life_problems(REPLICA, event.replica, event.incarnation, state)
+            yield from _life_problems(REPLICA, event.replica, event.life, state)
         case ProcessLost():
-            yield from _life_problems(event.kind, event.index, event.incarnation, state)
+            yield from _life_problems(event.kind, event.index, event.life, state)
             yield from _loss_problems(event, state)
         case CheckpointDamaged() if event.steps not in state.checkpoints.steps:
             yield f"no checkpoint after {event.steps} train steps was reported as saved"
 
 
-def _life_problems(kind: str, index: int, incarnation: int, state: State) -> Iterator[str]:
+def _life_problems(kind: str, index: int, life: int, state: State) -> Iterator[str]:
     process = state.find_process(kind, index) if kind in KINDS else None
     if process is None or process.index != index:
         yield f"there is no {kind} {index}" if kind in KINDS else f"kind is {kind!r}; use one of {', '.join(KINDS)}"
-    elif not 1 <= incarnation <= process.incarnation:
-        yield f"incarnation {incarnation} was not ordered; use one from 1 to {process.incarnation}"
+    elif not 1 <= life <= process.life:
+        yield f"life {life} was not ordered; use one from 1 to {process.life}"
 
 
 # -- what is impossible ------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ parked: it keeps its place and deadline, but holds no slot.
 
 from engine.ids import GroupId
 from engine.states.limits import GENERATED, QUEUED, AddedState
-from engine.states.orders import OrderBook, stage_owner
+from engine.states.orders import OrderBook, state_owner
 
 
-class Stage:
-    """One added state."""
+class StateQueue:
+    """The groups in one added state."""
 
     waiting: dict[GroupId, None]
     """Groups whose work is not ordered, oldest first. A dict keeps the order."""
@@ -22,37 +22,37 @@ class Stage:
         self.name = added.name
         self.place = added.place
         self.concurrency = added.concurrency
-        self.owner = stage_owner(added.name)
+        self.owner = state_owner(added.name)
         self.waiting = {}
         self._orders = orders
 
     @property
     def working(self) -> int:
         """The number of groups whose work is ordered."""
-        return len(self._orders.of(self.owner, "stage"))
+        return len(self._orders.of(self.owner, "state"))
 
 
-class Stages:
+class StateQueues:
     """Every added state of a run's groups, in the order in which groups pass through them."""
 
-    by_name: dict[str, Stage]
+    by_name: dict[str, StateQueue]
 
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         of_groups = [state for state in added if state.place in (QUEUED, GENERATED)]
-        self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(of_groups)}
-        stages = self.by_name.values()
-        self.at = {place: tuple(stage for stage in stages if stage.place == place) for place in (QUEUED, GENERATED)}
+        self.by_name = {state.name: StateQueue(number, state, orders) for number, state in enumerate(of_groups)}
+        every = self.by_name.values()
+        self.at = {place: tuple(queue for queue in every if queue.place == place) for place in (QUEUED, GENERATED)}
         """By place."""
         self._orders = orders
 
     def groups_at(self, place: str) -> int:
         """The number of groups in the states of a place."""
-        return sum(len(stage.waiting) + stage.working for stage in self.at[place])
+        return sum(len(queue.waiting) + queue.working for queue in self.at[place])
 
     @property
     def out(self) -> int:
         """The number of groups whose work is ordered."""
-        return len(self._orders.open["stage"])
+        return len(self._orders.open["state"])
 
     def enter(self, name: str, group: GroupId) -> None:
         """A group waits for the work of a state, behind those that already wait."""
@@ -64,22 +64,22 @@ class Stages:
         if group in waiting:
             del waiting[group]
         else:
-            self._orders.withdraw("stage", group)
+            self._orders.withdraw("state", group)
 
-    def next(self, stage: Stage) -> GroupId:
+    def next(self, queue: StateQueue) -> GroupId:
         """Remove and return the group that has waited longest. The caller must order its work now."""
-        group = next(iter(stage.waiting))
-        del stage.waiting[group]
+        group = next(iter(queue.waiting))
+        del queue.waiting[group]
         return group
 
     def put_back(self) -> None:
         """Queue all ordered work again, before the groups that already wait. Call it before the book is cleared."""
-        for stage in self.by_name.values():
-            worked_on = [*self._orders.of(stage.owner, "stage")]
+        for queue in self.by_name.values():
+            worked_on = [*self._orders.of(queue.owner, "state")]
             for group in worked_on:
-                self._orders.withdraw("stage", group)
-            stage.waiting = {**dict.fromkeys(worked_on), **stage.waiting}
+                self._orders.withdraw("state", group)
+            queue.waiting = {**dict.fromkeys(worked_on), **queue.waiting}
 
     def clear(self) -> None:
-        for stage in self.by_name.values():
-            stage.waiting.clear()
+        for queue in self.by_name.values():
+            queue.waiting.clear()

@@ -16,7 +16,7 @@ from typing import Any
 from engine.commands import DiscardGroups, EnterState, InspectStep
 from engine.errors import DataFailure, EngineError, clean, place_of, reason_of
 from engine.events import Event, InspectionFailed, StateFailed, StateLeft, StepInspected
-from engine.ids import NO_VERSION, GroupId, Incarnation
+from engine.ids import NO_VERSION, GroupId, LifeNumber
 from engine.policies.state_registry import work_of
 from engine.protocols import Batch, Closable, Fallible, PublishedWeights
 from engine.protocols.user_code import awaited
@@ -69,14 +69,14 @@ async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
     return group
 
 
-class StageWorker(Worker):
+class StateWorker(Worker):
     """The worker of added states, user coroutines that run concurrently. Its orders are `EnterState`, `InspectStep` and
     `DiscardGroups`."""
 
     kind = ADDED_STATES
 
-    def __init__(self, plan: Plan, index: int, incarnation: Incarnation, peers: Peers) -> None:
-        super().__init__(plan, index, incarnation, peers)
+    def __init__(self, plan: Plan, index: int, life: LifeNumber, peers: Peers) -> None:
+        super().__init__(plan, index, life, peers)
         self._works: Mapping[str, Work] = {}
         """The work of each state on groups."""
         self._inspections: Mapping[str, Inspection] = {}

@@ -1,4 +1,4 @@
-"""`StageWorker`: what the work of a state may do to a group, and what is said of each way in which it ends."""
+"""`StateWorker`: what the work of a state may do to a group, and what is said of each way in which it ends."""
 
 import asyncio
 import math
@@ -23,9 +23,9 @@ from engine.runtime.local import response
 from engine.states.limits import GENERATED, REWARDING, SCORING, AddedState
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
+from engine.workers.added_states import StateWorker, check_worked
 from engine.workers.group_reports import Versions, check_generated, generated_event
 from engine.workers.plan import Work
-from engine.workers.stage import StageWorker, check_worked
 
 PROMPT = Prompt(row=7, text="?")
 INITIAL = Versions(admitted=0, oldest=0, newest=0)
@@ -48,7 +48,7 @@ class Bench(worker_bench.Bench):
     def __init__(self, work: Any, state: str = "judging", place: str = GENERATED, **changes: Any) -> None:
         states = (AddedState(name=state, concurrency=1, place=place),)
         makes = {"make_inspection" if place == SCORING else "make_work": lambda name: work}
-        super().__init__(StageWorker, plan_of(limits={"added_states": states}, **makes, **changes))
+        super().__init__(StateWorker, plan_of(limits={"added_states": states}, **makes, **changes))
 
     def order(self, group: int = 3, attempt: int = 2, state: str = "judging", prompt: Prompt | None = None) -> None:
         self.worker.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0), prompt)
@@ -181,7 +181,7 @@ async def leaving(group: TrajectoryGroup) -> Any:
             "group 3, trajectory 1: its reward_parts have the figure 'right' as None, not a finite number",
         ),
         (bad_row, "data", "row 7 has no rubric"),
-        (broken, "infrastructure", "RuntimeError: the judge is away (test_stage_worker.py:"),
+        (broken, "infrastructure", "RuntimeError: the judge is away (test_state_worker.py:"),
         (cancelled, "infrastructure", "CancelledError: by its own client"),
         (leaving, "infrastructure", "SystemExit: 3"),
     ],
@@ -426,8 +426,8 @@ async def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> No
         (None, ""),
         (True, "must return None if it lets them pass, or a text with the reason if it refuses them, not True"),
         ("  ", "must return None"),
-        (RuntimeError("the judge is away"), "the judge is away (test_stage_worker.py:"),
-        (DataFailure("the judge refuses"), "the judge refuses (test_stage_worker.py:"),
+        (RuntimeError("the judge is away"), "the judge is away (test_state_worker.py:"),
+        (DataFailure("the judge refuses"), "the judge refuses (test_state_worker.py:"),
     ],
 )
 @played
