@@ -140,8 +140,8 @@ WORDS: dict[str, str] = {
     "user takes away": "ReplicaLeaves", "user wants": "ReplicasWanted", "user sets": "SettingChanged",
 }  # fmt: skip
 """Word → event class."""
-FIELDS: dict[tuple[str, str], str] = {}
-"""(word, field of a recorded input) → the event's present name of this field; empty: it has it no more."""
+FIELDS: dict[str, str] = {"incarnation": "life"}
+"""Field of a recorded input → the events' present name of this field; empty: they have it no more."""
 SETTINGS: dict[str, str] = {}
 """Recorded setting → present name; empty: there is no such setting any more."""
 STAMPED = ("id", "at")
@@ -149,6 +149,7 @@ STAMPED = ("id", "at")
 
 _CLASSES: dict[str, Any] = {word: getattr(all_events, name) for word, name in WORDS.items()}
 _WORD_OF: dict[type, str] = {cls: word for word, cls in _CLASSES.items()}
+_RECORDED_NAME = {present: recorded for recorded, present in FIELDS.items()}
 _BY_THEMSELVES = ("came up", "was lost", "waits for room")
 """They say which process they are about, also where they answer an order."""
 
@@ -237,13 +238,13 @@ class Book:
                 order = self.orders[said["of"]]
                 same = _shared(cls, type(order))
                 fields = [f for f in fields if f not in same or getattr(event, f) != getattr(order, f)]
-        return said | {field: getattr(event, field) for field in fields}
+        return said | {_RECORDED_NAME.get(field, field): getattr(event, field) for field in fields}
 
     def event(self, said: Plain) -> Any:
         """The event of an input. Raises: `NeverOrdered`."""
         word, data = said["is"], {}
         for name, value in said.items():
-            field = FIELDS.get((word, name), name)
+            field = FIELDS.get(name, name)
             if field and name not in ("is", "of"):
                 data[field] = tuple(value) if isinstance(value, list) else value
         if word == "done":
