@@ -707,6 +707,40 @@ def test_no_file_cites_a_page_that_is_not_in_the_project() -> None:
     assert "ARCHITECTURE.md" in named and [page for page in sorted(named) if not (ROOT / "docs" / page).is_file()] == []
 
 
+WORDS: list[tuple[str, str, str]] = [
+    (r"(?i)incarnation", "life", "the newest incarnation"),
+    (r"\bevents as facts?\b|\bscheduler\.facts\b|\bfacts of (a|the newest) tick\b|\b(books|blocks)\.facts\b", "event",
+     "from engine import events as fact"),
+    (r"\b[Ss]tage_?([Ww]orker|[Oo]wner|[Qq]ueues?|[Ww]ork)|\bstage_s\b|_in_stage\b|\.stages\.(by_name|at|out)\b",
+     "added state", "timeouts.stage_s"),
+    (r"\b(subject|limit)=\"stage\"|\bopen\[\"stage\"\]", "added state", 'orders.open["stage"]'),
+    (r"\bvalidations\.runs\b|\brun: Validation\b|\brun(, \w+)? = .*\.validations\b|\bfor run in .*\.validations\b",
+     "validation", "for run in state.validations.live.values():"),
+    (r"(?i)\b(a|the|each|every|one) validation run\b|\bValidation runs:", "validation", "The validation run: rows"),
+    (r"\(\w+( (==|!=|in|is) [^()]+)?\) <= \(", "implies(a, b)", "(state == 'asleep') <= (not running)"),
+]  # fmt: skip
+"""Refused: pattern, the one word for this thing (docs/GLOSSARY.md), and an example."""
+READS_OLD_WORDS = {"CHANGELOG.md", "tests/test_house.py", "tests/oracle/formats.py", "tests/oracle/recordings.py"}
+
+
+def test_one_thing_has_one_word() -> None:
+    files = [path for path in tracked_files() if str(path.relative_to(ROOT)) not in READS_OLD_WORDS]
+    assert {ROOT / "engine/events.py", ROOT / "docs/GLOSSARY.md"} <= set(files)
+    found = [
+        f"{path.relative_to(ROOT)}: {hit.group()!r}; say {word}"
+        for path in files
+        for text in [path.read_text(encoding="utf-8", errors="replace")]
+        for pattern, word, _ in WORDS
+        for hit in re.finditer(pattern, text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(("pattern", "word", "text"), WORDS)
+def test_a_second_word_for_one_thing_is_noticed(pattern: str, word: str, text: str) -> None:
+    assert re.search(pattern, text) and not re.search(pattern, word)
+
+
 @pytest.mark.parametrize("text", ["--extra-index" + "-url x", "https://py" + "pi.org/p", "six @" + " file:///x"])
 def test_the_address_of_a_registry_is_noticed(text: str) -> None:
     assert REGISTRY.search(text)

@@ -1,7 +1,7 @@
-"""Validation runs: when one is due, which replicas it holds at its version, which rows each measures, how it ends.
+"""Validations: when one is due, which replicas it holds at its version, which rows each measures, how it ends.
 
-Called by `scheduler.py`. A run takes nothing but slots of the replicas it holds, and delays nothing but their
-installs. Whatever becomes of it, the training run continues.
+Called by `scheduler.py`. A validation takes nothing but slots of the replicas it holds, and delays nothing but their
+installs. Whatever becomes of it, the run continues.
 """
 
 from typing import Any
@@ -68,13 +68,13 @@ def cut_rows(core: Core, order: Order, reason: str) -> None:
 
 
 def _is_stopping(core: Core, validation: Validation, replica: Replica) -> bool:
-    """Whether a replica has not yet stopped measuring for a run. It would drop new chunks too."""
+    """Whether a replica has not yet stopped measuring for a validation. It would drop new chunks too."""
     stop: Any = core.state.orders.find("stop rows", replica.id)
     return stop is not None and stop.command.validation == validation.id
 
 
 def _subject(core: Core, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk]:
-    """The run and the chunk of an answer."""
+    """The validation and the chunk of an answer."""
     validation = core.state.validations.live[event.validation]
     return validation, validation.chunks[event.chunk]
 
@@ -88,7 +88,7 @@ def _lose_attempt(core: Core, validation: Validation, chunk: Chunk, reason: str)
 
 
 def reserve_replicas(core: Core) -> None:
-    """Queue what is due, give the oldest run its replicas, end what cannot continue."""
+    """Queue what is due, give the oldest validation its replicas, end what cannot continue."""
     state, limits = core.state, core.state.limits.validation
     if limits is None or not state.started or state.ending.outcome is not None:
         return
@@ -108,7 +108,7 @@ def reserve_replicas(core: Core) -> None:
 
 
 def send_rows(core: Core) -> None:
-    """Fill free slots of the replicas that the served run holds. Called before groups get the slots."""
+    """Fill free slots of the replicas that the served validation holds. Called before groups get the slots."""
     state, validation = core.state, core.state.validations.served
     if validation is None:
         return
@@ -178,9 +178,8 @@ def _queue_due(core: Core, limits: ValidationLimits) -> None:
 
 
 def _queue_validation(core: Core, version: Version, limits: ValidationLimits) -> None:
-    for validation in [
-        validation for validation in core.state.validations.live.values() if validation.state == "queued"
-    ]:
+    live = list(core.state.validations.live.values())
+    for validation in (one for one in live if one.state == "queued"):
         _end_validation(core, validation, "cancel", f"superseded by version {version} before it started")
     steps = core.state.training.steps_in[version]
     core.state.validations.queue(version, steps, limits, core.state.now)

@@ -95,7 +95,7 @@ class ProcessBook:
     """A process; of a replica, also its weights and its pauses."""
 
     life: int = 0
-    stage: str = "gone"
+    state: str = "gone"
     """`gone`, `starting`, `up` or `stopping`."""
     wanted: bool = True
     excused: bool = False
@@ -180,7 +180,7 @@ class RunBooks:
         """Whether a replica takes up nothing of its pool: it sleeps, is gone, or waits for room to start."""
         process, sync = self.process("replica", replica), self.open["sync"].get((replica,))
         asleep = process.pause == "sleep" and not isinstance(sync, c.PauseReplica | c.InstallWeights)
-        return process.stage == "gone" or (process.stage == "up" and asleep) or process.waits
+        return process.state == "gone" or (process.state == "up" and asleep) or process.waits
 
     def knows(self, *kinds: type[e.Event]) -> bool:
         """Whether an event of this tick is of one of these kinds."""
@@ -216,7 +216,7 @@ class RunBooks:
     def loaded(self) -> set[Version]:
         """Versions that a process loads, or has in its memory to install."""
         staged = {process.staged[1] for process in self.processes.values() if process.staged is not None}
-        return staged | {process.loads for process in self.processes.values() if process.stage == "starting"}
+        return staged | {process.loads for process in self.processes.values() if process.state == "starting"}
 
     @property
     def superseded(self) -> set[Version]:
@@ -273,7 +273,7 @@ class RunBooks:
                 self._learn_of_progress(orders[0])
             case e.ProcessWaits():
                 process = self.process(event.kind, event.index)
-                process.waits = bool(event.reason) and process.stage == "starting" and process.life == event.life
+                process.waits = bool(event.reason) and process.state == "starting" and process.life == event.life
             case e.StateLeft() if event.state not in self.limits.states_at(QUEUED):
                 self.groups[event.group].ready = True
             case e.StateFailed():
@@ -374,7 +374,7 @@ class RunBooks:
         """The launch brings up every process but the replicas."""
         for key in [("trainer", 0), ("added states", 0), *(("scorer", index) for index in range(len(self._scorers)))]:
             process = self.process(*key)
-            process.life, process.stage = process.life + 1, "up"
+            process.life, process.state = process.life + 1, "up"
 
     @property
     def _scorers(self) -> list[list[str]]:
@@ -384,19 +384,19 @@ class RunBooks:
 
     def _learn_of_life(self, event: Any) -> None:
         process, comes_up = self.process(event.kind, event.index), isinstance(event, e.ProcessUp)
-        known = process.stage == "gone" or (comes_up and process.stage != "starting")
+        known = process.state == "gone" or (comes_up and process.state != "starting")
         if event.life < process.life or (event.life == process.life and known):
             self.events.pop()
             return
         if event.kind == "trainer" and not comes_up:
             self._learn_of_lost_reports(event)
-        if process.stage in ("up", "stopping") or not comes_up:
+        if process.state in ("up", "stopping") or not comes_up:
             self._lose_work(event.kind, event.index)
-        failed = process.stage == "starting" and not comes_up and not process.leaves
+        failed = process.state == "starting" and not comes_up and not process.leaves
         again = process.stillborn if process.trained == self.trained else 0
         self.processes[event.kind, event.index] = ProcessBook(
             life=event.life,
-            stage="up" if comes_up else "gone",
+            state="up" if comes_up else "gone",
             wanted=process.wanted,
             stillborn=again + 1 if failed else 0,
             trained=self.trained,
@@ -533,13 +533,13 @@ class RunBooks:
     def _enter_life(self, command: Any, process: ProcessBook) -> None:
         if isinstance(command, c.StartProcess):
             if command.life != process.life:  # otherwise this tick heard that the life is up
-                process.life, process.stage, process.loads = command.life, "starting", command.version
+                process.life, process.state, process.loads = command.life, "starting", command.version
             process.excused = False
             if not self.loses(command.kind, command.index):
                 process.stillborn = 0
             return
         process.excused |= process.leaves
-        process.stage = "stopping"
+        process.state = "stopping"
         if command.kind == "replica":
             self._lose_work("replica", command.index)
             process.staged, process.pause = None, ""

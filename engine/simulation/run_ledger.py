@@ -79,7 +79,7 @@ class RunLedger:
         only while the staleness bound leaves a place."""
         books = self.books
         replica, group = books.process("replica", command.replica), books.groups.get(command.group)
-        able = replica.stage == "up" and replica.life == command.life and not replica.pause
+        able = replica.state == "up" and replica.life == command.life and not replica.pause
         self._expect(able and books.drain is None, "a group starts on a replica that cannot run it", command)
         ended = command.group in books.discarded or command.group in books.taken or (group is not None and group.ready)
         self._expect(not ended, "a group starts that has ended", command)
@@ -201,7 +201,7 @@ class RunLedger:
         there: list[Any] = [other for other in ordered if other != own and self._pool_of(other[1]) is pool]
         if index is None and pool is not None and "rollout" in pool.tasks:
             there += [("replica", index) for index in pool.replicas if not books.out_of_the_way(index)]
-        elif index is not None and pool is self._pool_of("train") and books.process("trainer").stage == "starting":
+        elif index is not None and pool is self._pool_of("train") and books.process("trainer").state == "starting":
             there.append("trainer")
         self._expect(not there, f"two tasks have one pool: {there} work there", command)
 
@@ -235,7 +235,7 @@ class RunLedger:
             return
         for (kind, index), process in books.processes.items():
             validates = validation is not None and index >= (validation.own_from or 0)
-            out = process.stage != "up" or process.pause == "rest" or process.leaves
+            out = process.state != "up" or process.pause == "rest" or process.leaves
             if kind == "replica" and not out and not validates:
                 current = process.version == books.newest
                 self._expect(current, f"a step is trained before replica {index} has the newest weights", command)

@@ -1,7 +1,6 @@
-"""The validation run: rows measured under one weights version, chunk by chunk. Driven by
-`scheduling/validation.py`.
+"""A validation: rows measured under one weights version, chunk by chunk. Driven by `scheduling/validation.py`.
 
-A run never sees two versions: it holds its replicas at its own, and those alone. `Validations` keeps the runs, who
+It never sees two versions: it holds its replicas at its own, and those alone. `Validations` keeps the live ones, who
 holds which replica and which chunk is out where, so that no caller can forget one of these.
 """
 
@@ -172,20 +171,20 @@ class Validation:
 
 
 class Validations:
-    """The runs that have not ended, in the order they were queued: the first is served, the others wait."""
+    """Those that have not ended, in the order they were queued: the first is served, the others wait."""
 
     live: dict[ValidationId, Validation]
     created: int = 0
     considered: Version = -1
     """Newest version of which it was decided whether to measure it."""
     newest: Version = -1
-    """Newest version that has or had a run."""
+    """Newest version that has or had a validation."""
     closing: bool = False
     """No newer version will be published."""
     interrupted: StepId = -1
-    """Fewest train steps in a version of which a run was cut off by the end of the process; -1: none was."""
+    """Fewest train steps in a version of which a validation was cut off by the end of the process; -1: none was."""
     owed: bool = False
-    """The next version is measured instead of a run that was cut off."""
+    """The next version is measured instead of one that was cut off."""
 
     def __init__(self, replicas: Replicas, orders: OrderBook, machine: SharedMachine) -> None:
         self.live = {}
@@ -193,7 +192,7 @@ class Validations:
         self.machine = machine
 
     def rebuild(self) -> None:
-        """Make what follows from the runs and the open orders."""
+        """Make what follows from the validations and the open orders."""
         for validation in self.live.values():
             validation.rebuild({chunk for of, chunk in self._orders.open["rows"] if of == validation.id})
 
@@ -204,11 +203,11 @@ class Validations:
 
     @property
     def served(self) -> Validation | None:
-        """The run whose turn it is."""
+        """The one whose turn it is."""
         return next(iter(self.live.values()), None)
 
     def holding(self, replica: Replica) -> Validation | None:
-        """The run that keeps a replica at its version."""
+        """The one that keeps a replica at its version."""
         validation = self.served
         return validation if validation is not None and replica.id in validation.replicas else None
 
@@ -221,7 +220,7 @@ class Validations:
         return validation
 
     def fire(self, validation: Validation, trigger: str) -> None:
-        """The only way a run changes state. One that ends gives back what it holds."""
+        """The only way a validation changes state. One that ends gives back what it holds."""
         if self.machine.table.target(validation.state, trigger) in VALIDATION.terminal:
             for id in list(validation.replicas):
                 self.release(validation, self._replicas.by_id[id])
@@ -229,7 +228,7 @@ class Validations:
         self.machine.fire(validation, trigger)
 
     def hold(self, validation: Validation, replica: Replica) -> None:
-        """Keep a replica at the run's version until the run ends."""
+        """Keep a replica at the validation's version until that ends."""
         validation.replicas[replica.id] = None
 
     def release(self, validation: Validation, replica: Replica, *, failed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Validation runs: when they are due, what they hold and what they leave alone, and that each ends once, whatever
+"""Validations: when they are due, what they hold and what they leave alone, and that each ends once, whatever
 happens."""
 
 from dataclasses import replace

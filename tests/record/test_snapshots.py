@@ -140,7 +140,7 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
             state.ending, state.policies,
         ]  # fmt: skip
         seen.update(type(record).__name__ for record in records)
-        seen.update("Chunk" for run in state.validations.live.values() if run.chunks)
+        seen.update("Chunk" for validation in state.validations.live.values() if validation.chunks)
 
     world.driver.observe = look
     world.run()
