@@ -236,7 +236,7 @@ def request(random: Random, world: Any) -> Event | None:
         if not replicas:
             return None
         chosen = replicas[choice % len(replicas)]
-        return ReplicaLeaves(replica=chosen.index, life=chosen.life, reason="spot")
+        return ReplicaLeaves(replica=chosen.index, life=chosen.number, reason="spot")
     return any_change(world.scheduler, random.choice(LIVE), random)
 
 
