@@ -81,7 +81,8 @@ class StateWorker(Worker):
         """The work of each state on groups."""
         self._inspections: Mapping[str, Inspection] = {}
         """The work of each state of train steps."""
-        self._running: dict[Subject, tuple[int, asyncio.Task[None]]] = {}
+        self._running: dict[Subject, tuple[int, asyncio.Task[None] | None]] = {}
+        """The newest attempt of each subject, and its task while that may be canceled."""
         self._reported: OrderedDict[Subject, int] = OrderedDict()
         """The last reported attempt of each subject, to detect repeated orders."""
         self._starts = {EnterState: self._begin, InspectStep: self._begin, DiscardGroups: self._discard}
@@ -177,8 +178,10 @@ class StateWorker(Worker):
             kept = TrajectoryGroup(group=command.group, prompt=copy_prompt(prompt), trajectories=[])
         group = await self._worked(command, kept)
         contained(check_prepared, command.state, kept, group)
+        if self._wanted(command):  # canceled from here on, it would be in the store after it was discarded
+            self._running[command.group] = (command.attempt, None)
         await self.peers.trajectories.put(group, command.attempt)
-        if not self._wanted(command):
+        if command.group not in self._running:
             await self.peers.trajectories.discard([command.group], command.attempt)
         columns = self.plan.described
         return StateLeft(

@@ -84,6 +84,8 @@ class GroupAttempt:
     saved: TrajectoryGroup | None = None
     """The prefix that this attempt stored last."""
     saving: asyncio.Task[None] | None = None
+    kept: bool = False
+    """Its group is being stored. It must not be canceled: the store would have the group after it was discarded."""
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -294,6 +296,7 @@ class ReplicaWorker(Worker):
             event = generated_event(group, attempt.number, **self._who, described=self.plan.described)
         # the room of a group whose trajectories have ended is reported within `FINISHED_S`
         has_room = not generated.aborted and attempt.finished == self.plan.samples
+        attempt.kept = True
         await self.peers.trajectories.put(group, attempt.number, urgent=not has_room)
         if attempt.unwanted:
             await self.peers.trajectories.discard([group.group], attempt.number)
@@ -403,7 +406,8 @@ class ReplicaWorker(Worker):
     async def _end(self, attempt: GroupAttempt) -> None:
         if attempt.begun:
             await self._logged(awaited(self.generator.abort, [attempt.group]), "abort")
-        attempt.task.cancel()
+        if not attempt.kept:
+            attempt.task.cancel()
 
     def _park(self, command: ParkGroup) -> None:
         attempt = self._running.get(command.group)

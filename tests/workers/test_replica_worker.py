@@ -16,7 +16,7 @@ import pytest
 from event_loops import played
 from msgspec import structs
 from token_generator import TokenGenerator
-from worker_bench import AT_ONCE, Bench, plan_of
+from worker_bench import AT_ONCE, Bench, Distant, plan_of
 
 from engine.commands import (
     AbortGroup,
@@ -546,6 +546,19 @@ async def test_an_aborted_group_is_never_heard_of_again() -> None:
     stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
     await stage.settle()
     assert stage.trajectories.store.stats().groups == 0
+
+
+@played
+async def test_a_group_that_is_aborted_while_it_is_stored_does_not_stay_in_the_store() -> None:
+    distant = Distant()
+    stage = await Stage(TokenGenerator(length=3, free=True), trajectories=distant).open()
+    stage.start(0)
+    await stage.settle()
+    stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+    await stage.settle()
+    distant.gate.set()
+    await stage.settle()
+    assert stage.events == [] and stage.trajectories.store.stats().groups == 0
 
 
 @played

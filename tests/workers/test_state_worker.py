@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import worker_bench
 from event_loops import played
-from worker_bench import plan_of
+from worker_bench import Distant, plan_of
 
 from engine.commands import DiscardGroups, EnterState, InspectStep
 from engine.errors import DataFailure, EngineError
@@ -45,10 +45,12 @@ async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
 class Bench(worker_bench.Bench):
     """`place`: where the state stands."""
 
-    def __init__(self, work: Any, state: str = "judging", place: str = GENERATED, **changes: Any) -> None:
+    def __init__(
+        self, work: Any, state: str = "judging", place: str = GENERATED, trajectories: Any = None, **changes: Any
+    ) -> None:
         states = (AddedState(name=state, concurrency=1, place=place),)
         makes = {"make_inspection" if place == SCORING else "make_work": lambda name: work}
-        super().__init__(StateWorker, plan_of(limits={"added_states": states}, **makes, **changes))
+        super().__init__(StateWorker, plan_of(limits={"added_states": states}, **makes, **changes), trajectories)
 
     def order(self, group: int = 3, attempt: int = 2, state: str = "judging", prompt: Prompt | None = None) -> None:
         self.worker.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0), prompt)
@@ -385,6 +387,22 @@ async def test_the_changed_fields_of_a_prompt_are_reported() -> None:
     bench.order(group=9, attempt=1, prompt=PROMPT)
     event = await bench.until(1)
     assert isinstance(event, StateLeft) and event.described == '{"source": "", "fields": {"level": 2}}'
+
+
+@played
+async def test_a_group_that_is_dropped_while_its_prompt_is_stored_does_not_stay_in_the_store() -> None:
+    async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
+        return group
+
+    distant = Distant()
+    bench = await Bench(unchanged, trajectories=distant).open()
+    bench.order(group=9, attempt=1, prompt=PROMPT)
+    await bench.settle()
+    bench.worker.carry_out(DiscardGroups(groups=(9,), cause=0))
+    await bench.settle()
+    distant.gate.set()
+    await bench.settle()
+    assert bench.events == [] and bench.trajectories.store.stats().groups == 0
 
 
 async def refuses(given: Any) -> str | None:

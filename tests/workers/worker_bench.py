@@ -13,6 +13,7 @@ from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 from engine.storage.samples import SamplePolicy
 from engine.storage.trajectories import Trajectories
+from engine.trajectory import TrajectoryGroup
 from engine.workers.plan import Plan, Rollout
 from engine.workers.worker import Peers, Worker
 
@@ -37,6 +38,21 @@ def plan_of(
         **changes,
     }
     return Plan(**given)
+
+
+class Distant(LocalTrajectories):
+    """A put that has begun goes on even if its caller is canceled, as in another process. It waits for `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._put(group, attempt)))
+
+    async def _put(self, group: TrajectoryGroup, attempt: int) -> None:
+        await self.gate.wait()
+        await super().put(group, attempt)
 
 
 class Bench:
