@@ -549,7 +549,7 @@ async def test_an_aborted_group_is_never_heard_of_again() -> None:
 
 
 @played
-async def test_a_group_that_is_aborted_while_it_is_stored_does_not_stay_in_the_store() -> None:
+async def test_a_group_that_is_aborted_while_it_is_stored_is_not_kept() -> None:
     distant = Distant()
     stage = await Stage(TokenGenerator(length=3, free=True), trajectories=distant).open()
     stage.start(0)

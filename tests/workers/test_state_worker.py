@@ -390,7 +390,7 @@ async def test_the_changed_fields_of_a_prompt_are_reported() -> None:
 
 
 @played
-async def test_a_group_that_is_dropped_while_its_prompt_is_stored_does_not_stay_in_the_store() -> None:
+async def test_a_group_that_is_dropped_while_its_prompt_is_stored_is_not_kept() -> None:
     async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
         return group
 
