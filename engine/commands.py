@@ -8,6 +8,8 @@ A tag identifies its class in the record. Never reuse a tag. Never reorder the f
 end, with a default.
 """
 
+from typing import TYPE_CHECKING, Union
+
 from msgspec import Struct
 
 from engine.ids import NO_VERSION, EventId, GroupId, LifeNumber, ReplicaId, StepId, TimerId, ValidationId, Version
@@ -309,3 +311,9 @@ COMMANDS: tuple[type[Command], ...] = (
     SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
     InspectStep, ParkGroup, StartProcess, DeleteCheckpoint,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    AnyCommand = Command
+else:
+    AnyCommand = Union[COMMANDS]  # noqa: UP007 - of a tuple
+"""Any of them, for `msgspec`, which tells them apart by their tags."""

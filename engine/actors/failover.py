@@ -84,7 +84,7 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     """Whether the record contains what a row of the metrics reports. Otherwise the row will be written again."""
     if "validation" in row:
         validations = state.validations
-        return bool(row["validation"] < validations.created and row["validation"] not in validations.live)
+        return bool(row["validation"] < validations.facts.created and row["validation"] not in validations.live)
     return bool(row["step"] < state.training.steps_trained and row["step"] not in state.training.steps)
 
 

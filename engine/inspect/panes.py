@@ -81,7 +81,7 @@ def order_lines(state: State, now: float) -> list[str]:
     together: dict[tuple[str, str], list[Order]] = {}
     for order in state.orders.all():
         together.setdefault((order.subject, owner_text(order.owner).removeprefix("the ")), []).append(order)
-    lines = [f"{len(state.orders)} open, {state.orders.stale_echoes} stale echoes so far"]
+    lines = [f"{len(state.orders)} open, {state.orders.facts.stale_echoes} stale echoes so far"]
     wide = max([11, *(len(owner) for _, owner in together)])
     for (subject, owner), orders in together.items():
         age = max(now - order.at for order in orders)

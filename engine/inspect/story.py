@@ -79,7 +79,7 @@ def summarize(state: State) -> dict[str, Any]:
             "drawn": groups.ledger.drawn,
             "phases": {phase.name.lower(): groups.ledger.count[phase] for phase in Phase},
             "asked": state.asked,
-            "exhausted": groups.exhausted,
+            "exhausted": groups.facts.exhausted,
         },
         "places": {"held": state.held, "all": state.places(newest), "version": newest},
         "concurrent": {"running": groups.ledger.running, "most": state.limits.max_concurrent_groups},
@@ -99,7 +99,10 @@ def summarize(state: State) -> dict[str, Any]:
             ],
         },
         "pools": [
-            {"tasks": list(lease.pool.tasks), "task": lease.task, "step": lease.step, "wanted": lease.wanted}
+            {
+                "tasks": list(state.pools.settings[lease.id].tasks), "task": lease.task, "step": lease.step,
+                "wanted": lease.wanted,
+            }
             for lease in (state.pools.leases if state.limits.pools else ())
         ],
         "replicas": [
@@ -122,13 +125,14 @@ def summarize(state: State) -> dict[str, Any]:
         "validations": [
             {
                 "validation": v.id, "state": v.state, "version": v.version, "rows": v.rows, "measured": v.measured,
-                "waiting": len(v.waiting), "out": v.out, "replicas": list(v.replicas),
+                "waiting": len(state.validations.waiting[v.id]), "out": state.validations.out_of(v),
+                "replicas": list(v.replicas),
             }
             for v in state.validations.live.values()
         ],
         "publishing": state.publishing,
         "checkpoint_pending": state.checkpoint_pending,
-        "stale_echoes": state.orders.stale_echoes,
+        "stale_echoes": state.orders.facts.stale_echoes,
         "outcome": None if ending.outcome is None else f"{ending.outcome.outcome}: {ending.outcome.reason}",
     }  # fmt: skip
 

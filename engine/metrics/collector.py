@@ -230,7 +230,7 @@ class RunMetrics:
     def finish_replay(self) -> None:
         """Call it when a replay has reached the present: the ages of the last step and checkpoint count from there. The
         trainer's metrics of steps that were trained before are lost, so their rows do not wait for them."""
-        self.finished_at = self.checkpoint_at = self.state.now
+        self.finished_at = self.checkpoint_at = self.state.facts.now
         for step in self.state.training.formed_steps:
             if step.id < self.state.training.steps_trained:
                 self.steps.report(step.id, {})

@@ -85,13 +85,13 @@ class ReplicaCounts:
         """A replica changed its state. Time asleep counts as idle slot time, and not as a pause, and a pause in which
         the replica was lost is none."""
         if trigger == "pause":
-            self._pausing[replica.id] = state.now, state.limits.sync_mode
+            self._pausing[replica.id] = state.facts.now, state.limits.sync_mode
         elif trigger in PAUSE_ENDS and replica.id in self._pausing:
             since, mode = self._pausing.pop(replica.id)
             if trigger != "lose":
-                self.pause_s[mode][replica.id] = self.pause_s[mode].get(replica.id, 0.0) + state.now - since
+                self.pause_s[mode][replica.id] = self.pause_s[mode].get(replica.id, 0.0) + state.facts.now - since
             if trigger == "installed":
-                self.sync_s[mode].observe([state.now - since])
+                self.sync_s[mode].observe([state.facts.now - since])
 
 
 # -- generated groups --------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class GeneratedGroups:
         self.seconds = Histogram(GROUP_BUCKETS)
         """Of groups that were not released at once."""
         self._state = state
-        self._samples: deque[tuple[float, int]] = deque([(state.now, self.tokens)], maxlen=256)
+        self._samples: deque[tuple[float, int]] = deque([(state.facts.now, self.tokens)], maxlen=256)
 
     @property
     def tokens(self) -> int:

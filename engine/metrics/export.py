@@ -161,7 +161,7 @@ class Exporter(Collector):
             names.BUDGET.name: lambda: _labelled(
                 {"infrastructure": state.limits.infrastructure_attempts, "data": state.limits.data_attempts}
             ),
-            names.STALE_ECHOES.name: lambda: _one(state.orders.stale_echoes),
+            names.STALE_ECHOES.name: lambda: _one(state.orders.facts.stale_echoes),
             names.EVENTS.name: lambda: _labelled(m.events),
             names.REWARD.name: lambda: [((), value) for value in m.rewards[-1:] if value is not None],
             names.ACCURACY.name: lambda: [((), value) for _, value, _ in m.accuracies[-1:]],

@@ -212,7 +212,7 @@ class IdleTime:
     def admission_limit(self) -> str:
         """What prevents the next group from starting: one of `names.ADMISSION_LIMITS`."""
         state, period = self._state, self.period
-        if state.started and not self.slots:
+        if state.facts.started and not self.slots:
             return "no_replica"
         if state.ending.draining:
             return DRAINING.name

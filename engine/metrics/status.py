@@ -217,7 +217,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         checkpoint_age_s=max(0.0, now - metrics.checkpoint_at),
         checkpoint_every=limits.checkpoint_every,
         recoveries={kind: times for kind, times in state.recoveries.items() if times},
-        settings=dict(state.settings),
+        settings=dict(state.facts.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
         first=tuple(metrics.steps.first),
@@ -295,7 +295,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
     if state.ending.outcome is not None:
         return f"run {state.ending.outcome.word}"
-    if state.validations.closing and state.validations.live:
+    if state.validations.facts.closing and state.validations.live:
         return "every step is trained; the run ends with its last validation"
     if idle.trainer is RESTARTING:
         order = state.orders.find("start", (TRAINER, 0))
@@ -341,8 +341,8 @@ def _validation_now(state: State) -> str:
     replicas = [state.replicas.by_id[id] for id in validation.replicas]
     if not replicas:
         said += ", waits for a replica that can install it"
-    elif validation.out:
-        said += f", {validation.out} slots measuring"
+    elif out := state.validations.out_of(validation):
+        said += f", {out} slots measuring"
     elif all(replica.version != validation.version for replica in replicas):
         said += f", waits until replica {replicas[0].id} has it"
     else:

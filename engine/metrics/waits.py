@@ -405,7 +405,7 @@ def _unordered(state: State) -> Iterator[Wait]:
             ends = "ReplicaPaused, ProcessUp, WeightsInstalled or BatchScored"
             yield Wait(by=by, doing=doing, since=step.entered_at, ends=ends)
     validation = state.validations.served
-    if validation is not None and not validation.out:
+    if validation is not None and not state.validations.out_of(validation):
         left = sum(chunk.count for chunk in validation.chunks if not chunk.done)
         entered = validation.started_at if validation.started_at >= 0 else validation.queued_at
         doing = f"waiting for a replica with version {validation.version}"

@@ -30,10 +30,8 @@ claim more entries than it has bytes. A smaller one can claim at most `CHECKED_F
 
 if TYPE_CHECKING:
     AnyEvent = Event
-    AnyCommand = Command
 else:
     AnyEvent = Union[EVENTS]  # noqa: UP007 - of a tuple
-    AnyCommand = Union[COMMANDS]  # noqa: UP007
 
 
 AnyKind = TypeVar("AnyKind", bound=Event)

@@ -19,11 +19,10 @@ from typing import Annotated, Any, Literal
 import msgpack
 from msgspec import Meta, Struct, field
 
-from engine.commands import Command
+from engine.commands import AnyCommand, Command
 from engine.events import Event
 from engine.ids import EventId
 from engine.record.codec import (
-    AnyCommand,
     AnyEvent,
     CodecError,
     check_finite,

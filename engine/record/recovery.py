@@ -47,7 +47,7 @@ class Recovered:
         """The snapshot that the replay began at; None: the first event."""
         if begin is not None:
             record.verify(begin)
-        self.at = self.scheduler.state.now
+        self.at = self.scheduler.state.facts.now
         """Time of the last event, in seconds since the run began."""
         self.report: ReplayReport = replay(
             record, build=lambda _: self.scheduler, watch=self._watch, after=begin, compare_snapshots=False

@@ -52,7 +52,7 @@ class OrderTimes:
     """
 
     def __init__(self, state: State) -> None:
-        now = state.now
+        now = state.facts.now
         self.longest: dict[str, float] = {}
         """The longest time to an answer or to progress that was seen, by kind."""
         self.look_at = NEVER
@@ -133,7 +133,7 @@ class OrderTimes:
     def _new_orders(self) -> list[Order]:
         orders = self._state.orders
         found = [*takewhile(lambda order: order.number >= self._first_unseen, reversed(orders.by_number.values()))]
-        self._first_unseen = orders.next_number
+        self._first_unseen = orders.facts.next_number
         return found
 
     def _begin(self, new: Sequence[Order], now: float) -> None:

@@ -400,7 +400,7 @@ def apply(resume: Resume, lock: RecordLock) -> RunHistory:
     return RunHistory(
         recovered=resume.recovered, lock=lock, log=HistoryLog(run_dir, resume.recovered.events),
         restore=_restore(resume, rows), missing=resume.missing, torn=resume.torn, damaged=tuple(damaged), aside=newest,
-        validations=resume.state.validations.created, changed=resume.changed,
+        validations=resume.state.validations.facts.created, changed=resume.changed,
     )  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def _cut_metrics(resume: Resume, copied: Path, damaged: list[str]) -> list[dict[
     """Remove the rows that will be written again. Returns the others."""
     state = resume.state
     reached = resume.steps if resume.missing is None else state.training.steps_trained
-    validations = set(range(state.validations.created)) - state.validations.live.keys()
+    validations = set(range(state.validations.facts.created)) - state.validations.live.keys()
     metrics, unfinished = resume.run_dir / METRICS, set(state.training.steps)
     return cut_rows(metrics, reached, damaged.append, unfinished, validations, copied)
 

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Generic, TypeVar
 
-from engine.record.codec import AnyCommand, pack, unpacker
+from engine.commands import AnyCommand
+from engine.record.codec import pack, unpacker
 from engine.runtime.process_port import SentOrder
 from engine.trajectory import Prompt
 

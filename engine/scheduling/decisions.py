@@ -48,8 +48,8 @@ class Decisions:
         for decision in DEFAULTS:
             policy = getattr(policies, decision)
             if self._remembering.get(decision) is not policy:
-                self._remembering.pop(decision, None)
-                self.state.policies.memory.pop(decision, None)
+                if self._remembering.pop(decision, None) is not None:
+                    self.state.policies.memory.pop(decision, None)
                 self.remember(decision, policy)
 
     def add(self, decision: str, policy: Any, method: Callable[..., Any]) -> None:
@@ -58,12 +58,13 @@ class Decisions:
         self.remember(decision, policy)
 
     def remember(self, decision: str, policy: Any) -> None:
-        """Give a policy that declares a memory a new one: a copy of its initial memory, because instances may share
-        that, or an empty one. Raises: `PolicyError` for an initial memory that cannot be stored."""
+        """Give a policy that declares a memory the one that the run keeps; else a copy of its initial memory, because
+        instances may share that, or an empty one. Raises: `PolicyError` for an initial memory that cannot be
+        stored."""
         if not has_memory(policy):
             return
-        given = getattr(policy, "memory", None)
-        policy.memory = deepcopy(given) if isinstance(given, dict) else {}
+        given, kept = getattr(policy, "memory", None), self.state.policies.memory.get(decision)
+        policy.memory = (deepcopy(given) if isinstance(given, dict) else {}) if kept is None else _unpack(kept)
         self._remembering[decision] = policy
         try:
             self._keep(decision)
@@ -150,11 +151,6 @@ class Decisions:
                 self.state.policies.memory[decision] = packed
         except (TypeError, ValueError, OverflowError) as error:
             raise _MemoryRefused(str(error)) from error
-
-    def recall(self) -> None:
-        """Restore every policy's memory as it was after its last lawful answer."""
-        for decision, policy in self._remembering.items():
-            policy.memory = _unpack(self.state.policies.memory[decision])
 
 
 class _Refused(Exception):

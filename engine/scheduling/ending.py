@@ -46,7 +46,7 @@ def finish_or_require_progress(core: Core) -> None:
     if state.ending.draining:
         _come_to_rest(core)
         return
-    if not state.started or len(training.steps) > 1 or state.publishing:
+    if not state.facts.started or len(training.steps) > 1 or state.publishing:
         return
     if not no_step_left(core):
         _require_progress(core)
@@ -57,7 +57,7 @@ def finish_or_require_progress(core: Core) -> None:
     if is_unsaved(core):  # also if an earlier attempt failed
         order_checkpoint(core)
     untrainable = _why_untrainable(core)
-    if core.state.limits.validation is not None and not state.validations.closing and not untrainable:
+    if core.state.limits.validation is not None and not state.validations.facts.closing and not untrainable:
         close_validations(core)
         state.changed = True
         assign_replicas_and_weights(core)
@@ -188,7 +188,8 @@ def why_stuck(state: State) -> str:
         free_version = "none has a free slot" if newest is None else f"the newest with a free slot has {newest}"
         sentences.append(f"{_waiting(len(parked))} for a replica with version {oldest} or newer, {free_version}")
     if not groups.waiting and not parked:
-        sentences.append("no group waits to be started" + (", the prompts are used up" if groups.exhausted else ""))
+        used_up = ", the prompts are used up" if groups.facts.exhausted else ""
+        sentences.append(f"no group waits to be started{used_up}")
     return "; ".join(sentences)
 
 

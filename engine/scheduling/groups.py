@@ -84,7 +84,7 @@ def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
     state = core.state
     groups = state.groups
     state.ending.failed_draws = 0
-    groups.exhausted = groups.exhausted or event.exhausted
+    groups.facts.exhausted = groups.facts.exhausted or event.exhausted
     groups.draw(event.first, event.count)
     for place, known in enumerate(json.loads(event.described) if event.described else ()):
         if known is not None:
@@ -105,7 +105,7 @@ def on_draw_failed(core: Core, event: DrawFailed) -> None:
 def on_group_generated(core: Core, event: GroupGenerated) -> None:
     groups = core.state.groups
     group = groups.live[event.group]
-    groups.generated_at = event.at
+    groups.facts.generated_at = event.at
     _note_stored(core, group, event)
     replica = core.state.replicas.by_id[event.replica]
     replica.generated += 1
@@ -283,7 +283,7 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
 def _cause_of_hang(core: Core, group: Group, began: float) -> str:
     """The cause that an attempt is charged to after it exceeded its limit: `data` if the prompt hung before and
     other groups were generated meanwhile; otherwise a machine may be the cause."""
-    return "data" if group.exceeded > 1 and core.state.groups.generated_at > began else "infrastructure"
+    return "data" if group.exceeded > 1 and core.state.groups.facts.generated_at > began else "infrastructure"
 
 
 def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> None:
@@ -375,7 +375,7 @@ def start_groups(core: Core) -> None:
     if groups.waiting:
         _admit_groups(core, freed)
     state.replicas.starting = None
-    if not groups.exhausted and not state.asked:
+    if not groups.facts.exhausted and not state.asked:
         _draw_prompts(core)
 
 
@@ -427,7 +427,7 @@ def _admit_groups(core: Core, freed: Mapping[Owner, EventId]) -> None:
         groups.waiting.popleft()
         group.admitted_version = replica.version
         group.deadline = state.training.steps_in[replica.version] + limits.max_staleness_steps
-        group.started_at = state.now
+        group.started_at = state.facts.now
         groups.fire(group, "start")
         group.attempt += 1
         cause = freed.get(replica.id, -1)

@@ -48,7 +48,7 @@ def _takes_turns(core: Core, process: Process) -> bool:
     """Whether a process starts where rollout and a task of the trainer take turns. The launch starts all at once."""
     if process.kind == REPLICA and core.state.pools.of_replica(process.index) is not None:
         return core.state.process(TRAINER, 0).state != "gone"
-    return process.kind == TRAINER and core.state.pools.of("train").shared
+    return process.kind == TRAINER and core.state.pools.of("train") in core.state.pools.shared
 
 
 def stop_process(core: Core, process: Process, reason: str, *, hung: bool = False) -> None:

@@ -63,11 +63,11 @@ def release_pools(core: Core, step: StepId, task: str | None = None) -> None:
 
 def scores_ahead(core: Core, first: Step) -> bool:
     """Whether a scoring task of the step after `first` could begin now, so that its batch is worth forming."""
-    tasks = core.state.limits.scoring_tasks
+    pools = core.state.pools
     return any(
-        _needs_no_weights(task) and not lease.shared and not lease.task and lease is not core.state.pools.of(TRAIN)
-        for task in tasks
-        if (lease := core.state.pools.of(task)) is not None and task not in _tasks_left(core, first)
+        _needs_no_weights(task) and lease not in pools.shared and not lease.task and lease is not pools.of(TRAIN)
+        for task in core.state.limits.scoring_tasks
+        if (lease := pools.of(task)) is not None and task not in _tasks_left(core, first)
     )
 
 
@@ -134,7 +134,7 @@ def is_empty(core: Core, lease: PoolLease) -> bool:
 
 def _make_room(core: Core, lease: PoolLease) -> bool:
     """Whether a pool is free for a task. Sends its replicas to sleep first, unless one of them is starting."""
-    if not lease.shared:
+    if lease not in core.state.pools.shared:
         return True
     if any(replica.process.loads for replica in _replicas_of(core, lease)):
         return False  # the others sample meanwhile
@@ -146,7 +146,8 @@ def _make_room(core: Core, lease: PoolLease) -> bool:
 
 
 def _replicas_of(core: Core, lease: PoolLease) -> list[Replica]:
-    return [core.state.replicas.by_id[id] for id in lease.replicas if id in core.state.replicas.by_id]
+    replicas = core.state.replicas.by_id
+    return [replicas[id] for id in core.state.pools.sleepers(lease) if id in replicas]
 
 
 # ordering

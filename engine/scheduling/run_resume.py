@@ -34,7 +34,7 @@ def on_run_resumed(core: Core, event: RunResumed) -> None:
     state.orders.clear()
     _lose_replicas(core, event)
     state.begin_again()
-    state.groups.exhausted = state.groups.exhausted and not event.changed
+    state.groups.facts.exhausted = state.groups.facts.exhausted and not event.changed
     state.recoveries["resumed" if event.kept else "branched"] += 1
     if event.kept:
         if event.checkpoint > state.checkpoints.newest:

@@ -71,7 +71,7 @@ from engine.states.laws import check_tick
 from engine.states.limits import Limits
 from engine.states.machine import Observer
 from engine.states.orders import DEADLINE, DRAIN, GIVE_UP
-from engine.states.state import State
+from engine.states.state import RunFacts, State
 from engine.states.view import View
 
 ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChanged, StopRequested)
@@ -84,8 +84,8 @@ GROUP_EVENTS = (
 
 
 def _on_run_started(core: Core, event: RunStarted) -> None:
-    if not core.state.started:
-        core.state.started = True
+    if not core.state.facts.started:
+        core.state.facts.started = True
         processes.begin_processes(core, event.replicas)
 
 
@@ -119,10 +119,10 @@ def _on_setting_changed(core: Core, event: SettingChanged) -> None:
             steps.limit_stragglers(core, before_s)
         steps.delete_checkpoints(core)  # fewer may be kept now
         if not steps.no_step_left(core):
-            state.validations.closing = False  # there may be more steps now
+            state.validations.facts.closing = False  # there may be more steps now
     else:
         core.decisions.use(changed_policies(core.decisions.policies, setting, value))
-    state.settings = {**state.settings, setting: value}
+    state.facts.settings = {**state.facts.settings, setting: value}
 
 
 HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
@@ -211,8 +211,12 @@ class Scheduler:
     Raises: `ConfigError` for an added state that is not registered.
     """
 
-    def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
-        state = self.state = State(limits, observe)
+    def __init__(
+        self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None,
+        facts: RunFacts | None = None,
+    ) -> None:  # fmt: skip
+        """`facts`: of a run that has begun; None: a new run begins."""
+        state = self.state = State(limits, observe, facts)
         self.view = View(state)
         decisions = self.decisions = Decisions(policies or PolicySet.from_names({}), state, self.view)
         for added in limits.added_states:
@@ -266,9 +270,9 @@ class Scheduler:
     def _apply(self, event: Event) -> None:
         """Match an event against the order book, and handle it. A stale echo changes nothing."""
         state, core = self.state, self._core
-        state.now = event.at
+        state.facts.now = event.at
         if processes.is_repeated(core, event) or not state.orders.match(event):
-            state.orders.stale_echoes += 1
+            state.orders.facts.stale_echoes += 1
             return
         note_matched(state, event, state.orders.matched[event.id])
         if type(event) not in GROUP_EVENTS:

@@ -97,7 +97,7 @@ def _form_batch(core: Core, step: Step, chosen: tuple[GroupId, ...]) -> None:
     state.fire_step(step, "form")
     if state.groups.deadlines.surplus:
         _drop_surplus(core, step)
-    training.next_step(step.id + 1, core.state.now)
+    training.next_step(step.id + 1, core.state.facts.now)
     check_room(state)
     step.attempt = 1
 
@@ -188,9 +188,9 @@ def act_on_stragglers(core: Core) -> None:
     if not stragglers:
         return
     patience = state.limits.deadline_timeout_s
-    late = [group for group in stragglers if state.now - group.started_at >= patience - TIMER_SLACK_S]
+    late = [group for group in stragglers if state.facts.now - group.started_at >= patience - TIMER_SLACK_S]
     if not late:  # they started after the timer was set, and each gets the whole timeout
-        set_timer(core, DEADLINE, patience - (state.now - min(group.started_at for group in stragglers)))
+        set_timer(core, DEADLINE, patience - (state.facts.now - min(group.started_at for group in stragglers)))
         return
     snapshots = tuple(view_group(group) for group in late)
     law = f"it must return one of {', '.join(DECISIONS)}"

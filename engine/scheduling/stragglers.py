@@ -21,7 +21,7 @@ def measure_pace(core: Core, group: Group, replica: Replica, attempt: Order) -> 
     tokens = group.tokens - before
     if tokens <= 0 or (isinstance(attempt.command, ResumeGroup) and not before):
         return
-    pace = (core.state.now - attempt.at) / tokens
+    pace = (core.state.facts.now - attempt.at) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
 

@@ -30,13 +30,13 @@ PREPARES = frozenset((ScoreBatch, InspectStep, StageWeights, PauseReplica))
 
 def give_full_time(state: State, order: Order) -> None:
     """An order progresses, or nobody is to blame: it has its full time from now on."""
-    order.since, order.overdue = state.now, False
+    order.since, order.overdue = state.facts.now, False
 
 
 def give_all_full_time(state: State) -> None:
     """Every open order gets its full time. What one that exceeded its limit has caused goes on."""
     for order in state.orders.all():
-        order.since = state.now
+        order.since = state.facts.now
 
 
 def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
@@ -50,7 +50,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
                     give_full_time(state, truncated)  # the same work
             continue
         if order.subject in ("state", "inspect") and (process := state.process_of(order.owner)) is not None:
-            process.answered_at = state.now
+            process.answered_at = state.facts.now
         if type(event) in FAILURES or type(order.command) in PREPARES:
             continue
         record = record_of(state, order)

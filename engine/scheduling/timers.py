@@ -12,7 +12,7 @@ def set_timer(core: Core, name: str, delay_s: float) -> None:
     """Set a timer, and cancel the one with this name that is already set."""
     cancel_timer(core, name)
     orders = core.state.orders
-    orders.add(SetTimer(name=name, timer=orders.next_number, delay_s=delay_s))
+    orders.add(SetTimer(name=name, timer=orders.facts.next_number, delay_s=delay_s))
 
 
 def limit_timer(core: Core, name: str, since: float, limit_s: float | None) -> None:
@@ -20,7 +20,7 @@ def limit_timer(core: Core, name: str, since: float, limit_s: float | None) -> N
     change of the limit."""
     cancel_timer(core, name)
     if limit_s is not None:
-        set_timer(core, name, max(0.0, limit_s - (core.state.now - since)))
+        set_timer(core, name, max(0.0, limit_s - (core.state.facts.now - since)))
 
 
 def cancel_timer(core: Core, name: str) -> None:

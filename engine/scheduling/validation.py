@@ -90,7 +90,7 @@ def _lose_attempt(core: Core, validation: Validation, chunk: Chunk, reason: str)
 def reserve_replicas(core: Core) -> None:
     """Queue what is due, give the oldest validation its replicas, end what cannot continue."""
     state, limits = core.state, core.state.limits.validation
-    if limits is None or not state.started or state.ending.outcome is not None:
+    if limits is None or not state.facts.started or state.ending.outcome is not None:
         return
     _queue_due(core, limits)
     if state.ending.draining:
@@ -112,26 +112,28 @@ def send_rows(core: Core) -> None:
     state, validation = core.state, core.state.validations.served
     if validation is None:
         return
-    for id in validation.replicas if validation.waiting else ():
+    waiting = state.validations.waiting[validation.id]
+    for id in validation.replicas if waiting else ():
         replica, pool = state.replicas.by_id[id], state.pools.of_replica(id)
         if replica.state != "ready" or replica.version != validation.version:
             continue
         if (pool is not None and pool.wanted) or _is_stopping(core, validation, replica):
             continue
-        while validation.waiting and state.replicas.for_chunks(replica) > 0:
+        while waiting and state.replicas.for_chunks(replica) > 0:
             if validation.state == "queued":
-                validation.started_at = state.now
+                validation.started_at = state.facts.now
                 state.validations.fire(validation, "start")
-            _order_rows(core, validation, validation.take(), replica)
+            _order_rows(core, validation, waiting.take(validation.chunks), replica)
 
 
 def close_validations(core: Core) -> None:
     """No newer version will be published: measure the last one, if it was not measured, on all replicas."""
-    limits, books, latest = core.state.limits.validation, core.state.validations, core.state.training.latest_version
+    limits, facts = core.state.limits.validation, core.state.validations.facts
+    latest = core.state.training.latest_version
     if limits is None:
         return
-    books.closing = True
-    if limits.at_end and books.newest != latest:
+    facts.closing = True
+    if limits.at_end and facts.newest != latest:
         _queue_validation(core, latest, limits)
 
 
@@ -139,16 +141,16 @@ def begin_validations_again(core: Core, steps: StepId) -> None:
     """The run is resumed after `steps` train steps, and older versions and their validations are lost. The next
     version is measured instead: it contains their steps, and usually the same weights. A validation of steps that
     are trained again is queued again with them."""
-    state, books = core.state, core.state.validations
-    for validation in list(books.live.values()):
+    state, facts = core.state, core.state.validations.facts
+    for validation in list(facts.live.values()):
         for id in list(validation.replicas):
-            books.release(validation, state.replicas.by_id[id])  # its process is gone, so no order to stop
+            state.validations.release(validation, state.replicas.by_id[id])  # its process is gone, so no order to stop
         again = "its steps are trained again" if validation.steps > steps else "the next version is measured instead"
         _cut_off(core, validation, f"the run ended before the validation: {again}")
-    books.owed |= 0 <= books.interrupted <= steps
-    books.interrupted, books.closing = -1, False
+    facts.owed |= 0 <= facts.interrupted <= steps
+    facts.interrupted, facts.closing = -1, False
     if state.limits.validation is not None:
-        books.considered = state.training.latest_version
+        facts.considered = state.training.latest_version
 
 
 def cancel_validations(core: Core, reason: str) -> None:
@@ -158,8 +160,8 @@ def cancel_validations(core: Core, reason: str) -> None:
 
 
 def _cut_off(core: Core, validation: Validation, reason: str) -> None:
-    known = core.state.validations.interrupted
-    core.state.validations.interrupted = validation.steps if known < 0 else min(known, validation.steps)
+    facts = core.state.validations.facts
+    facts.interrupted = validation.steps if facts.interrupted < 0 else min(facts.interrupted, validation.steps)
     _end_validation(core, validation, "cancel", reason)
 
 
@@ -167,13 +169,13 @@ def _cut_off(core: Core, validation: Validation, reason: str) -> None:
 
 
 def _queue_due(core: Core, limits: ValidationLimits) -> None:
-    books, steps_in = core.state.validations, core.state.training.steps_in
-    while books.considered < core.state.training.latest_version:
-        version = books.considered = books.considered + 1
+    facts, steps_in = core.state.validations.facts, core.state.training.steps_in
+    while facts.considered < core.state.training.latest_version:
+        version = facts.considered = facts.considered + 1
         before = steps_in[max(version - 1, 0)]
         due = core.decisions.ask("validation", (version, before, steps_in[version]), (bool,))
-        if due or core.state.validations.owed:
-            core.state.validations.owed = False
+        if due or facts.owed:
+            facts.owed = False
             _queue_validation(core, version, limits)
 
 
@@ -182,15 +184,15 @@ def _queue_validation(core: Core, version: Version, limits: ValidationLimits) ->
     for validation in (one for one in live if one.state == "queued"):
         _end_validation(core, validation, "cancel", f"superseded by version {version} before it started")
     steps = core.state.training.steps_in[version]
-    core.state.validations.queue(version, steps, limits, core.state.now)
+    core.state.validations.queue(version, steps, limits, core.state.facts.now)
 
 
 def _take_replicas(core: Core, validation: Validation, limits: ValidationLimits) -> None:
     """Hold as many replicas as allowed: first those that have its version, then those that can install it."""
-    if not validation.waiting:
+    if not core.state.validations.waiting[validation.id]:
         return
     present = [r for r in core.state.replicas.by_id.values() if r.validator == limits.own and r.present]
-    most = len(present) if limits.own or core.state.validations.closing else limits.replicas
+    most = len(present) if limits.own or core.state.validations.facts.closing else limits.replicas
     fit = [r for r in present if r.id not in validation.replicas and r.heading <= validation.version]
     fit.sort(key=lambda r: (r.version != validation.version, r.heading != validation.version, r.id))
     for replica in fit[: max(0, most - len(validation.replicas))]:
@@ -199,15 +201,13 @@ def _take_replicas(core: Core, validation: Validation, limits: ValidationLimits)
 
 def _why_it_cannot(core: Core, validation: Validation, limits: ValidationLimits) -> str:
     """Why a validation must fail; empty if it need not."""
-    attempts = core.state.limits.infrastructure_attempts
+    attempts, waiting = core.state.limits.infrastructure_attempts, core.state.validations.waiting[validation.id]
     if validation.refused >= attempts:
         return f"{validation.refused} replicas could not install version {validation.version}"
-    if validation.worst >= attempts:
-        return (
-            f"{validation.worst} attempts at the same rows failed; "
-            f"last error: {validation.reason or core.state.ending.last_failure}"
-        )
-    if validation.replicas or not validation.waiting:
+    if waiting.worst >= attempts:
+        last = validation.reason or core.state.ending.last_failure
+        return f"{waiting.worst} attempts at the same rows failed; last error: {last}"
+    if validation.replicas or not waiting:
         return ""
     kind = [replica for replica in core.state.replicas.by_id.values() if replica.validator == limits.own]
     if any(r.coming or (r.state != "down" and r.version <= validation.version) for r in kind):
@@ -247,7 +247,7 @@ def _order_rows(core: Core, validation: Validation, chunk: Chunk, replica: Repli
 
 def _end_validation(core: Core, validation: Validation, trigger: str, reason: str) -> None:
     validation.reason = reason
-    validation.ended_at = core.state.now
+    validation.ended_at = core.state.facts.now
     if trigger == "report":
         _rate_checkpoint(core, validation)
     for id in validation.replicas:

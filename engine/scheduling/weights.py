@@ -46,7 +46,7 @@ def note_none_left(core: Core, lost: Replica, reason: str) -> None:
     if lost.validator or state.rollouts_left:
         return
     ending = state.ending
-    ending.none_left_since = ending.none_left_since if ending.none_left else state.now
+    ending.none_left_since = ending.none_left_since if ending.none_left else state.facts.now
     ending.none_left = f"no replica is left; the last one was lost: {reason}"
     limit_wait_for_replicas(core)
 
@@ -109,7 +109,7 @@ def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None
         validation.refused += 1
     stop_replica(core, replica, reason)
     version = state.training.versions.get(event.version)
-    if version is None or replica.validator or state.validations.closing:
+    if version is None or replica.validator or state.validations.facts.closing:
         return  # only validations need it there, and they have their own count
     version.refused += 1
     taken = any(one.version >= event.version for one in state.replicas.rollouts)

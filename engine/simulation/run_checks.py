@@ -5,7 +5,7 @@ event is left, but the run has not ended).
 """
 
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from engine.commands import Command, FinishRun, TrainStep
@@ -15,7 +15,6 @@ from engine.policies import DEFAULTS, PolicySet
 from engine.simulation.run_ledger import Finding, RunLedger
 from engine.simulation.simulated_models import row_reward
 from engine.states.limits import Limits
-from engine.states.pool import PoolLease
 from engine.states.state import State
 
 __all__ = ["Finding", "Judge", "Store"]
@@ -72,9 +71,10 @@ class Judge:
                 wrong = f"group {group} has tokens of {versions}, but version {reported} was reported"
                 self._expect(versions[0] == reported, wrong, command)
 
-    def begin_task(self, lease: PoolLease, idle: Callable[[ReplicaId], bool], command: Command) -> None:
-        """A task of the trainer starts in a pool: no other task may run there. `idle(replica)`: it does nothing."""
-        for replica in lease.replicas if lease.shared else ():
+    def begin_task(self, sleepers: Iterable[ReplicaId], idle: Callable[[ReplicaId], bool], command: Command) -> None:
+        """A task of the trainer starts in a pool where these replicas are to sleep meanwhile. `idle(replica)`: it does
+        nothing."""
+        for replica in sleepers:
             self._expect(
                 idle(replica), f"replica {replica} works in the pool while a task of the trainer runs there", command
             )
@@ -118,7 +118,7 @@ class Judge:
 
     def _close_validations(self, state: State, newest: Version) -> None:
         wanted, results = self.limits.validation, self.validations
-        self._expect(len(results) == state.validations.created, "a validation has not ended", results)
+        self._expect(len(results) == state.validations.facts.created, "a validation has not ended", results)
         measured = [version for _, version, _ in results.values()]
         self._expect(len(set(measured)) == len(measured), "a version was validated twice", results)
         if wanted is not None and wanted.at_end:

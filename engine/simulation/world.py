@@ -373,7 +373,7 @@ class World:
         for command in tick.commands:
             if isinstance(command, ScoreBatch | TrainStep):
                 task = command.task if isinstance(command, ScoreBatch) else "train"
-                self.judge.begin_task(pools.of(task), self._idle, command)
+                self.judge.begin_task(pools.sleepers(pools.of(task)), self._idle, command)
         check_all(self.scheduler.state)
 
     # processes

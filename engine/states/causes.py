@@ -159,7 +159,7 @@ BY_NAME = {cause.name: cause for cause in (*TASKS, *SLOT_CAUSES, *TRAINER_CAUSES
 def why_slots_are_free(state: State, newest: Version) -> Cause:
     """Why no further group starts on a ready replica. `newest`: the newest version on such replicas."""
     limits, ledger, replicas = state.limits, state.groups.ledger, state.replicas
-    if not state.started:
+    if not state.facts.started:
         return STARTING
     if state.ending.draining:
         return DRAINING
@@ -196,7 +196,7 @@ def what_the_trainer_does(state: State) -> Cause:
         return PUBLISHING
     if state.ending.draining and step is None:
         return DRAINING
-    if not state.started:
+    if not state.facts.started:
         return STARTING
     if not any(one.state != "down" and not one.validator for one in state.replicas.by_id.values()):
         return WAITING_FOR_REPLICAS
@@ -207,7 +207,7 @@ def what_the_trainer_does(state: State) -> Cause:
 
 def why_nothing_is_scored(state: State) -> Cause:
     """Why the tasks of a step that is scored have not begun."""
-    lease = state.pools.of("train")
-    replicas = [state.replicas.by_id[id] for id in lease.replicas if id in state.replicas.by_id]
-    taken = lease.shared and (lease.task == ROLLOUT or any(replica.process.loads for replica in replicas))
+    lease, by_id = state.pools.of("train"), state.replicas.by_id
+    loads = any(by_id[id].process.loads for id in state.pools.sleepers(lease) if id in by_id)
+    taken = loads or lease.task == ROLLOUT
     return POOL if taken else WAITING_FOR_WEIGHT_SYNC

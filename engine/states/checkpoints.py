@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.ids import GroupId, StepId
+from engine.states.facts import Facts
 from engine.states.limits import Limits
 
 NOTHING_KNOWN = 2**62
@@ -34,18 +35,24 @@ def best_of(saved: Iterable[StepId], ratings: Mapping[StepId, float], mode: str)
     return min(rated, key=lambda steps: (sign * ratings[steps], steps), default=-1)
 
 
-class Checkpoints:
+class Checkpoints(Facts):
     """The checkpoints of a run and what they do not contain."""
 
-    steps: list[StepId]
+    tracks: bool = False
+    """Whether anything that ends is noted."""
+    keeps: bool = False
+    """Whether trajectories are kept until a checkpoint contains what was trained on them."""
+    forgets: bool = True
+    """Whether what ended before the last checkpoint but one is forgotten."""
+    steps: list[StepId] = []
     """The train steps in each complete checkpoint that was not deleted, oldest first."""
     floor: StepId = 0
     """Train steps from which on everything that ended is known: those of the last checkpoint but one."""
     kept_from: StepId = 0
     """Trajectories of the steps from here on are still in their store, where `Limits.keeps_batches` says so."""
-    trained: dict[StepId, tuple[tuple[GroupId, ...], tuple[int, ...]]]
+    trained: dict[StepId, tuple[tuple[GroupId, ...], tuple[int, ...]]] = {}
     """The groups of each step and their staleness."""
-    released: dict[StepId, list[GroupId]]
+    released: dict[StepId, list[GroupId]] = {}
     """Groups that ended untrained, by the train steps done then."""
     ordered: StepId = 0
     """Train steps in the checkpoint that was ordered last."""
@@ -53,14 +60,8 @@ class Checkpoints:
     """How often that checkpoint failed."""
     exceeded: int = 0
     """How often orders for a checkpoint exceeded their time limit since one was answered."""
-    ratings: dict[StepId, float]
+    ratings: dict[StepId, float] = {}
     """The figure `Limits.keep_best` of each validation, by the number of train steps in the weights."""
-
-    def __init__(self, tracks: bool, keeps: bool = False) -> None:
-        self.tracks, self._keeps = tracks, keeps
-        """Whether anything that ends is noted, and whether trajectories are kept."""
-        self._forgets = True
-        self.steps, self.trained, self.released, self.ratings = [], {}, {}, {}
 
     @property
     def newest(self) -> StepId:
@@ -70,7 +71,7 @@ class Checkpoints:
     @property
     def stored_batches(self) -> dict[StepId, tuple[GroupId, ...]]:
         """The groups of each step whose trajectories are still in their store: the trainer can train it again."""
-        if not self._keeps:
+        if not self.keeps:
             return {}
         return {step: groups for step, (groups, _) in self.trained.items() if step >= self.kept_from}
 
@@ -141,14 +142,14 @@ class Checkpoints:
 
     def keep_all(self) -> None:
         """Forget nothing from now on: a reader replays the record to see its history."""
-        self.tracks, self._forgets = True, False
+        self.tracks, self.forgets = True, False
 
     def hand_over(self, tracks: bool) -> "Checkpoints":
         """Return all that is known, and keep only what a run needs, if it needs anything."""
-        known = Checkpoints(True)
-        known.floor = 0 if not self._forgets else self.floor if self.tracks else NOTHING_KNOWN
+        known = Checkpoints(tracks=True)
+        known.floor = 0 if not self.forgets else self.floor if self.tracks else NOTHING_KNOWN
         known.trained, known.released = dict(self.trained), {step: [*ids] for step, ids in self.released.items()}
-        self.tracks, self._forgets = tracks, True
+        self.tracks, self.forgets = tracks, True
         if not tracks:
             self.trained, self.released = {}, {}
         self._forget()
@@ -156,7 +157,7 @@ class Checkpoints:
 
     def _forget(self) -> None:
         """Let go of what ended before the last checkpoint but one."""
-        if self._forgets:
+        if self.forgets:
             for book in (self.trained, self.released):
                 for step in [step for step in book if step < self.floor]:
                     del book[step]

@@ -3,14 +3,14 @@
 Written by the handlers that count failures, and by `State.end_run`.
 """
 
-from dataclasses import dataclass
+from msgspec import structs
 
 from engine.commands import FinishRun
 from engine.ids import StepId
+from engine.states.facts import Facts
 
 
-@dataclass(eq=False, slots=True)
-class Ending:
+class Ending(Facts):
     """What counts towards the end of a run, and its outcome."""
 
     outcome: FinishRun | None = None
@@ -36,6 +36,12 @@ class Ending:
     restarts: int = 0
     """Restarts of the run from its record since `restarted_at` train steps, or since a user resumed it."""
     restarted_at: StepId = 0
+
+    def begin_again(self) -> None:
+        """The run is not over: only the restarts that it has used still count."""
+        fresh = Ending(restarts=self.restarts, restarted_at=self.restarted_at)
+        for name, value in structs.asdict(fresh).items():
+            setattr(self, name, value)
 
     def note_judged(self, window: int, *, failed: bool) -> None:
         """Count an attempt that ended with rewards, or failed for cause `data`. The counts are halved when they reach

@@ -4,10 +4,10 @@ The table is the law of what may happen to a group; the record is what the sched
 `scheduling/`.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
+from engine.states.facts import Facts
 from engine.states.machine import Phase, Table, Transition, transitions
 
 GROUP = Table(
@@ -52,8 +52,7 @@ GROUP = Table(
 )
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(Facts):
     """What the scheduler knows of one live group. Versions are `NO_VERSION` until known."""
 
     id: GroupId

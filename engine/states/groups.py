@@ -1,7 +1,6 @@
 """The groups of a run: which there are, in which phase, and which may be started, resumed or taken next.
 
-Written by `scheduling/groups.py` and `scheduling/steps.py`. Facts are the groups, the order in which they became ready
-or entered added states, the ledger and a few figures. `rebuild` makes the other lists from the groups.
+Written by `scheduling/groups.py` and `scheduling/steps.py`.
 """
 
 from bisect import insort
@@ -9,8 +8,11 @@ from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
 
+from msgspec import field
+
 from engine.ids import GroupId, StepId
 from engine.states.checkpoints import Checkpoints
+from engine.states.facts import Facts
 from engine.states.group import Group, group_table
 from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, RUNNING, UNREADY, WAITING, Deadlines, Ledger
 from engine.states.limits import GENERATED, QUEUED, Limits
@@ -22,15 +24,16 @@ from engine.states.training import Training
 PHASES = tuple(Phase)
 
 
-class Groups:
-    """The groups that were drawn and have not ended, and the lists of those that may start, resume or be taken next."""
+class GroupsFacts(Facts):
+    """The groups that were drawn and have not ended, and what the run knows of them together."""
 
-    live: dict[GroupId, Group]
+    live: dict[GroupId, Group] = {}
     """Groups that no step has trained on and that were not released."""
-    ready: dict[GroupId, None]
+    ready: dict[GroupId, None] = {}
     """Those that a step may take, in the order they became ready."""
-    state_queues: StateQueues
-    ledger: Ledger
+    queues: dict[str, dict[GroupId, None]] = {}
+    """Those that wait for the work of each added state, oldest first."""
+    ledger: Ledger = field(default_factory=Ledger)
     exhausted: bool = False
     """The source has no more prompts."""
     generated_at: float = 0.0
@@ -40,14 +43,17 @@ class Groups:
     over: int = 0
     """Number of groups that run beyond K after it was lowered. No other group starts until they have ended."""
 
+
+class Groups:
+    """The groups of a run, and the lists of those that may start, resume or be taken next."""
+
     def __init__(
-        self, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints, moves: Moves,
-        observe: Observer | None,
+        self, facts: GroupsFacts, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints,
+        moves: Moves, observe: Observer | None,
     ) -> None:  # fmt: skip
-        self._training, self._checkpoints = training, checkpoints
-        self.live, self.ready, self.ledger = {}, {}, Ledger()
-        self.loosest = limits.max_staleness_steps
-        self.state_queues = StateQueues(limits.added_states, orders)
+        self.facts, self._training, self._checkpoints = facts, training, checkpoints
+        self.live, self.ready, self.ledger = facts.live, facts.ready, facts.ledger
+        self.state_queues = StateQueues(facts.queues, limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
         self.machine = SharedMachine(table, moves, observe)
         self._phases = {state: int(phase) for state, phase in (table.phases or {}).items()}
@@ -58,9 +64,9 @@ class Groups:
         """What changes when a group leaves or enters a phase."""
         if limits.states_at(QUEUED):
             self._leave[WAITING], self._enter[WAITING] = self._leave_waiting, self._enter_waiting
-        self.rebuild(limits.surplus)
+        self._index(limits.surplus)
 
-    def rebuild(self, surplus: int) -> None:
+    def _index(self, surplus: int) -> None:
         """Make the lists and counts that follow from the groups."""
         self.waiting: deque[GroupId] = deque()
         self.parked: dict[GroupId, None] = {}
@@ -80,13 +86,13 @@ class Groups:
 
     def use(self, limits: Limits) -> None:
         """Use other bounds from now on. Groups keep their deadlines."""
-        self.loosest = max(self.loosest, limits.max_staleness_steps)
-        self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
+        self.facts.loosest = max(self.facts.loosest, limits.max_staleness_steps)
+        self.facts.over = max(0, self.ledger.running - limits.max_concurrent_groups)
 
     def settle(self, most_running: int) -> None:
         """At the end of a tick, count the groups beyond a lowered K again: they can only become fewer."""
-        if self.over:
-            self.over = min(self.over, max(0, self.ledger.running - most_running))
+        if self.facts.over:
+            self.facts.over = min(self.facts.over, max(0, self.ledger.running - most_running))
 
     def draw(self, first: GroupId, count: int) -> None:
         for id in range(first, first + count):
@@ -97,15 +103,16 @@ class Groups:
     def branch(self, consumed: Iterable[GroupId], released: Iterable[GroupId]) -> None:
         """Queue every group again that no train step holds any more, in the order of the draws. Groups that were live
         keep the failures that count against their retry budgets, and how often they hung."""
-        consumed, released, live = tuple(consumed), tuple(released), self.live
-        self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
+        consumed, released, live = tuple(consumed), tuple(released), dict(self.live)
+        self.live.clear()
+        self.live.update((id, Group(id)) for id in sorted((*live, *consumed, *released)))
         self.ready.clear()
         self.state_queues.clear()
         for id, before in live.items():
             group = self.live[id]
             group.attempt, group.exceeded = before.attempt, before.exceeded
             group.infrastructure_failures, group.data_failures = before.infrastructure_failures, before.data_failures
-        self.rebuild(self.deadlines.surplus)
+        self._index(self.deadlines.surplus)
         self.ledger.branch(waiting=len(self.live), consumed=len(consumed), released=len(released))
 
     # changes of state

@@ -38,7 +38,7 @@ def check_tick(state: State) -> None:
     count = ledger.count
     if ledger.drawn != sum(count) or min(count) < 0:
         require(False, "law 1: a group was lost or counted twice", drawn=ledger.drawn, by_phase=count)
-    if ledger.running > state.limits.max_concurrent_groups + state.groups.over:
+    if ledger.running > state.limits.max_concurrent_groups + state.groups.facts.over:
         require(
             False, "law 2: more groups run than allowed", running=ledger.running, k=state.limits.max_concurrent_groups
         )
@@ -61,9 +61,9 @@ def check_batch(state: State, step: int, staleness: tuple[int, ...], groups: tup
     """Law 4 for a batch about to be formed, and that each group is in it once (law 5)."""
     require(len(set(groups)) == len(groups), "law 5: a group is in a batch twice", step=step)
     worst = max(staleness)
-    if worst > state.groups.loosest or min(staleness) < 0:
+    if worst > state.groups.facts.loosest or min(staleness) < 0:
         require(False, "law 4: a group is staler than allowed", step=step, staleness=worst)
-    if state.groups.loosest > state.limits.max_staleness_steps:
+    if state.groups.facts.loosest > state.limits.max_staleness_steps:
         late = [id for id in groups if state.groups.live[id].deadline < step]
         require(not late, "law 4: a group is staler than it was admitted for", step=step, groups=late)
 
@@ -113,7 +113,7 @@ def _check_deadline(state: State, group: Group) -> None:
     """The deadline of a started group is that of its admission. After a change of S it may be an earlier or later S."""
     admitted, bound = state.training.steps_in[group.admitted_version], state.limits.max_staleness_steps
     if group.deadline != admitted + bound:
-        changed = bool(state.settings) and group.deadline <= admitted + state.groups.loosest
+        changed = bool(state.facts.settings) and group.deadline <= admitted + state.groups.facts.loosest
         require(changed, "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=admitted + bound)
 
 
@@ -228,7 +228,7 @@ def _check_inspections(state: State) -> None:
     batches = [(NO_VERSION, step.id) for step in training.formed_steps if step.state in gates]
     versions = [key for key in inspections if key[0] != NO_VERSION]
     found = [key for key in inspections if key not in versions]
-    may_wait = state.limits.train_after_sync or any(lease.shared for lease in state.pools.leases)
+    may_wait = state.limits.train_after_sync or bool(state.pools.shared)
     lawful = {*found} <= {*batches} if may_wait else found == batches
     require(lawful, "law 10: a batch is inspected unordered, or is not", steps=batches)
     hidden = all(version > training.latest_version for version, _ in versions)
@@ -277,7 +277,7 @@ def check_pools(state: State) -> None:
         if not lease.task:
             continue
         if lease.task == ROLLOUT:
-            require(lease.shared, "replicas are leased a pool where they do not stand", pool=lease.id)
+            require(lease in pools.shared, "replicas are leased a pool where they do not stand", pool=lease.id)
             continue
         step = state.training.steps.get(lease.step)
         require(step is not None, "a pool is leased to a step that is over", pool=lease.id, step=lease.step)
@@ -285,7 +285,7 @@ def check_pools(state: State) -> None:
         busy = lease.task in state.scoring(step) if step.state == "scoring" else lease.task == "train"
         busy |= state.ending.outcome is not None  # nothing that was ordered is wanted any more
         require(busy, "a pool is leased to a task that is not in progress", pool=lease.id, task=lease.task)
-        for id in lease.replicas if lease.shared else ():
+        for id in pools.sleepers(lease):
             replica = replicas.get(id)
             idle = replica is None or not (state.replicas.running(replica) or state.replicas.measuring(replica))
             require(idle, "tasks of one pool run at once", pool=lease.id, task=lease.task, replica=id)
@@ -317,7 +317,7 @@ def check_validations(state: State) -> None:
             "more rows are counted than were measured",
             validation=validation.id,
         )
-        waits = set(validation.waiting)
+        waits = set(state.validations.waiting[validation.id].indexes)
         measuring = [order for (of, _), order in state.orders.open["rows"].items() if of == validation.id]
         measured = {order.id[1]: replicas[int(order.owner)] for order in measuring}
         for chunk in validation.chunks:

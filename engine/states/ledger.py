@@ -8,20 +8,20 @@ have been admitted on.
 from bisect import insort
 from collections.abc import Iterator
 
+from msgspec import field
+
+from engine.states.facts import Facts
 from engine.states.machine import Phase
 
 WAITING, RUNNING, PARKED, READY, BATCHED, CONSUMED, RELEASED = map(int, Phase)
 """Plain ints: these are read many times for each event, and an attribute of an enum class is slow."""
 
 
-class Ledger:
+class Ledger(Facts):
     """Prompts drawn, by phase. `count[phase]` adds up to `drawn` (law 1)."""
 
     drawn: int = 0
-    count: list[int]
-
-    def __init__(self) -> None:
-        self.count = [0] * len(Phase)
+    count: list[int] = field(default_factory=lambda: [0] * len(Phase))
 
     def draw(self, prompts: int) -> None:
         self.drawn += prompts

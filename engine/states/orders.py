@@ -19,6 +19,7 @@ from msgspec.structs import force_setattr
 
 from engine.commands import (
     AbortGroup,
+    AnyCommand,
     CancelTimer,
     Command,
     DeleteCheckpoint,
@@ -80,6 +81,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import EventId, ReplicaId
+from engine.states.facts import Facts
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, name_of
 
 Owner = ReplicaId | str
@@ -247,24 +249,18 @@ def works_in_order(owner: Owner) -> bool:
     return owner == TRAINER or (isinstance(owner, str) and owner.startswith(SCORER_OF))
 
 
-class Order:
-    """One open order. `at`: time it was given, in seconds since the run began. `since`: time it was given, or last got
-    its full time. `overdue`: it exceeded its limit, and that was acted on. What else is known of it follows from its
-    command."""
+class Order(Facts):
+    """One open order. What else is known of it follows from its command."""
 
     number: int
+    owner: Owner
+    command: AnyCommand
     at: float
+    """Time it was given, in seconds since the run began."""
     since: float
-    overdue: bool
-    command: Command
-    __slots__ = ("at", "command", "number", "overdue", "owner", "since")
-
-    def __init__(self, number: int, owner: Owner, command: Command, at: float) -> None:
-        self.number = number
-        self.owner = owner
-        self.command = command
-        self.at = self.since = at
-        self.overdue = False
+    """Time it was given, or last got its full time."""
+    overdue: bool = False
+    """It exceeded its limit, and that was acted on."""
 
     @property
     def subject(self) -> str:
@@ -283,22 +279,26 @@ _number = attrgetter("number")
 _NONE: dict[Any, Order] = {}
 
 
+class OrdersFacts(Facts):
+    """The open orders of a run, oldest first."""
+
+    next_number: int = 0
+    """The number of the next order. Numbers are never reused."""
+    by_number: dict[int, Order] = {}
+    stale_echoes: int = 0
+    """Events that needed an open order and found none."""
+
+
 class OrderBook:
     """The open orders of a run, indexed by subject, and by owner and subject, oldest first; and the commands of the
     newest tick."""
 
-    next_number: int = 0
-    """The number of the next order. Numbers are never reused."""
-    by_number: dict[int, Order]
-    stale_echoes: int = 0
-    """Events that needed an open order and found none."""
-
-    def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
+    def __init__(self, facts: OrdersFacts, scored_apart: tuple[str, ...] = ()) -> None:
         """`scored_apart`: scoring tasks that a separate process executes instead of the trainer."""
-        self._apart = scored_apart
+        self.facts, self._apart = facts, scored_apart
         self.open: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
         """The open orders by subject and id, oldest first. Only this class changes it."""
-        self.by_number = {}
+        self.by_number = facts.by_number
         self._owned: dict[Owner, dict[str, dict[Any, Order]]] = defaultdict(lambda: defaultdict(dict))
         self.matched: dict[EventId, tuple[Order, ...]] = {}
         """By event of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
@@ -308,6 +308,9 @@ class OrderBook:
         names no other."""
         self.commands: list[Command] = []
         """The commands of the newest tick."""
+        for order in self.all():
+            subject, identify, _, _ = _OPENINGS[type(order.command)]
+            self._enter(subject, identify(order.command), order)
 
     def __len__(self) -> int:
         return len(self.by_number)
@@ -375,8 +378,8 @@ class OrderBook:
             self._withdraw_for(command)
             return
         subject, identify, own, withdraws = opening
-        number = self.next_number
-        self.next_number = number + 1
+        number = self.facts.next_number
+        self.facts.next_number = number + 1
         if type(command) in _NUMBERED_COMMANDS:
             force_setattr(command, "number", number)
         id = identify(command)
@@ -385,19 +388,12 @@ class OrderBook:
             self.withdraw(other, id)
         if id in orders:
             self._close(orders[id])
-        owner: Owner = own(self, command)
-        order = orders[id] = self.by_number[number] = Order(number, owner, command, self.event.at)
-        self._owned[owner][subject][id] = order
+        order = self.by_number[number] = Order(number, own(self, command), command, self.event.at, self.event.at)
+        self._enter(subject, id, order)
 
-    def rebuild(self) -> None:
-        """Make the indexes anew from `by_number`."""
-        for orders in self.open.values():
-            orders.clear()
-        self._owned.clear()
-        for order in self.all():
-            subject, identify, own, _ = _OPENINGS[type(order.command)]
-            id, order.owner = identify(order.command), own(self, order.command)
-            self.open[subject][id] = self._owned[order.owner][subject][id] = order
+    def _enter(self, subject: str, id: Any, order: Order) -> None:
+        """Add an order to the indexes."""
+        self.open[subject][id] = self._owned[order.owner][subject][id] = order
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""

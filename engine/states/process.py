@@ -3,10 +3,10 @@
 All kinds share one table. A replica's sync machine (`states/replica.py`) runs while its process is up.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine.ids import LifeNumber, StepId
+from engine.states.facts import Facts
 from engine.states.machine import Table, transitions
 
 REPLICA, TRAINER, SCORER, ADDED_STATES = "replica", "trainer", "scorer", "added states"
@@ -30,8 +30,7 @@ PROCESS = Table(
 )
 
 
-@dataclass(eq=False, slots=True)
-class FunctionCalls:
+class FunctionCalls(Facts):
     """The newest figures of a process's calls of one of the user's functions: see `events.CallsMeasured`."""
 
     groups: int = 0
@@ -43,8 +42,7 @@ class FunctionCalls:
     ended: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class Process:
+class Process(Facts):
     """What the scheduler knows of one process."""
 
     kind: str
@@ -70,7 +68,7 @@ class Process:
     """How often orders about it exceeded their time limit since one was answered."""
     answered_at: float = -1.0
     """Time of its last answer, if it does the work of added states; -1: none since it came up."""
-    calls: dict[str, FunctionCalls] = field(default_factory=dict)
+    calls: dict[str, FunctionCalls] = {}
     """Its calls of the user's functions, by the function's name in messages; those of its newest life."""
 
     def address(self) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """The replica: one rollout engine, its weights and its slots. Driven by `scheduling/weights.py` and
 `scheduling/groups.py`."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import field
+
 from engine.ids import GroupId, LifeNumber, ReplicaId, Version
+from engine.states.facts import Facts
 from engine.states.group import Group
 from engine.states.machine import Table, transitions
 from engine.states.process import REPLICA as REPLICA_KIND
@@ -48,8 +50,7 @@ AT_REST = ("drained", "asleep", "down")
 """Nothing runs on a replica in one of these states."""
 
 
-@dataclass(eq=False, slots=True)
-class Replica:
+class Replica(Facts):
     """What the scheduler knows of one replica."""
 
     id: ReplicaId

@@ -95,12 +95,10 @@ class FreeSlots:
 class Replicas:
     """Every replica ever seen. What runs on each is in the order book."""
 
-    by_id: dict[ReplicaId, Replica]
-    """All replicas, lost ones included."""
-
-    def __init__(self, orders: OrderBook, groups: Groups) -> None:
+    def __init__(self, by_id: dict[ReplicaId, Replica], orders: OrderBook, groups: Groups) -> None:
+        self.by_id = by_id
+        """All replicas, lost ones included."""
         self._orders, self._rows, self._groups = orders, orders.open["rows"], groups
-        self.by_id = {}
         self.starting: FreeSlots | None = None
         """The slots that are left for the groups that start in this tick; None at other times."""
 

@@ -1,21 +1,25 @@
 """The state of one run: one record for each subject, and the few operations and figures that span several of them.
 
+`RunFacts` is what the run keeps, and `State` has it together with the indexes and machines that are made from it.
+
 Changed only by `scheduling/scheduler.py` and the modules of `scheduling/`; everyone else reads it through
-`states/view.py`. Each subject keeps its lists and books in step with its records, so that no caller can forget to.
+`states/view.py`. Each subject keeps its indexes in step with its facts, so that no caller can forget to.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import field
+
 from engine.commands import FinishRun, StageWeights
-from engine.ids import NO_VERSION, GroupId, StepId, Version
+from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.ending import Ending
+from engine.states.facts import Facts
 from engine.states.group import Group
-from engine.states.groups import Groups
+from engine.states.groups import Groups, GroupsFacts
 from engine.states.limits import PUBLISHING, SCORING, Limits
 from engine.states.machine import Moves, Observer, SharedMachine, entered
-from engine.states.orders import OrderBook, Owner, owner_of, state_owner
+from engine.states.orders import OrderBook, OrdersFacts, Owner, owner_of, state_owner
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
@@ -23,80 +27,86 @@ from engine.states.replica import REPLICA, Replica
 from engine.states.replicas import Replicas
 from engine.states.step import Step, step_table
 from engine.states.training import Training
-from engine.states.validation import VALIDATION, Validations
+from engine.states.validation import VALIDATION, Validations, ValidationsFacts
 from engine.states.version import VERSION, WeightsVersion
 
 RECOVERY_KINDS = ("resumed", "branched", "scheduler")
 """The keys of `State.recoveries`."""
 
 
-@dataclass(eq=False, slots=True)
-class PolicyNotes:
+class PolicyNotes(Facts):
     """What the policies of a run remember."""
 
-    memory: dict[str, bytes] = field(default_factory=dict)
+    memory: dict[str, bytes] = {}
     """What each policy that has a memory remembered after its last lawful answer, as msgpack, by decision."""
+
+
+class RunFacts(Facts):
+    """What one run keeps."""
+
+    started: bool = False
+    now: float = 0.0
+    """Time of the newest event, seconds since the run began."""
+    settings: dict[str, str] = {}
+    """Settings that were changed during the run, by name."""
+    moves: Moves = {}
+    """Changes of state since the run began. A resume that goes back to a checkpoint undoes none."""
+    recoveries: dict[str, int] = {}
+    """How often new processes continued the run and lost no train step (`resumed`) or repeated some (`branched`), and
+    how often a new scheduler took it over (`scheduler`)."""
+    groups: GroupsFacts = field(default_factory=GroupsFacts)
+    orders: OrdersFacts = field(default_factory=OrdersFacts)
+    replicas: dict[ReplicaId, Replica] = {}
+    processes: dict[str, Process] = {}
+    """Every process that is not a replica, by its name. A replica has its own: `Replica.process`."""
+    training: Training = field(default_factory=Training)
+    pools: dict[int, PoolLease] = {}
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    validations: ValidationsFacts = field(default_factory=ValidationsFacts)
+    policies: PolicyNotes = field(default_factory=PolicyNotes)
+    ending: Ending = field(default_factory=Ending)
+
+    @staticmethod
+    def of_new_run(limits: Limits) -> "RunFacts":
+        facts = RunFacts(recoveries=dict.fromkeys(RECOVERY_KINDS, 0))
+        facts.groups.loosest = limits.max_staleness_steps
+        facts.checkpoints.tracks, facts.checkpoints.keeps = bool(limits.checkpoint_every), limits.keeps_batches
+        facts.training.begin()
+        return facts
 
 
 class State:
     """The whole state of one run."""
 
-    started: bool = False
-    now: float = 0.0
-    """Time of the newest event, seconds since the run began."""
-    settings: dict[str, str]
-    """Settings that were changed during the run, by name."""
-    moves: Moves
-    """Changes of state since the run began. A resume that goes back to a checkpoint undoes none."""
-    recoveries: dict[str, int]
-    """How often new processes continued the run and lost no train step (`resumed`) or repeated some (`branched`), and
-    how often a new scheduler took it over (`scheduler`)."""
-    groups: Groups
-    orders: OrderBook
-    replicas: Replicas
-    processes: dict[str, Process]
-    """Every process that is not a replica, by its name. A replica has its own: `Replica.process`."""
-    training: Training
-    pools: Pools
-    checkpoints: Checkpoints
-    validations: Validations
-    policies: PolicyNotes
-    ending: Ending
-
-    def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
+    def __init__(self, limits: Limits, observe: Observer | None = None, facts: RunFacts | None = None) -> None:
+        """`facts`: of a run that has begun; None: a new run begins."""
         self.limits = limits
+        self.facts = RunFacts.of_new_run(limits) if facts is None else facts
         self.changed = False
         """Something other than a group has changed its state in this tick."""
         self.completed: dict[GroupId, float] = {}
         """Mean reward of each group that was completed in this tick, added states included."""
         self.filtered: list[GroupId] = []
         """Those of them that the filter dropped."""
-        self.moves, self.recoveries = {}, dict.fromkeys(RECOVERY_KINDS, 0)
+        kept = self.facts
+        self.moves, self.recoveries, self.processes = kept.moves, kept.recoveries, kept.processes
+        self.training, self.checkpoints = kept.training, kept.checkpoints
+        self.policies, self.ending = kept.policies, kept.ending
         self._build_machines(limits)
         self._observe = observe
-        self.settings, self.processes = {}, {}
-        self.orders = OrderBook(limits.scored_apart)
+        self.orders = OrderBook(kept.orders, limits.scored_apart)
         self._worker_of = {state_owner(added.name): name_of(ADDED_STATES, 0) for added in limits.added_states}
         for index, tasks in enumerate(limits.scorers()):
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
-        self.training, self.pools = Training(), Pools(limits)
-        self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
-        self.groups = Groups(limits, self.orders, self.training, self.checkpoints, self.moves, observe)
-        self.replicas = Replicas(self.orders, self.groups)
-        self.validations = Validations(self.replicas, self.orders, self._validation_machine)
-        self.policies, self.ending = PolicyNotes(), Ending()
-        self.fire_version(self.training.versions[0], "live")
+        self.pools = Pools(kept.pools, limits)
+        self.groups = Groups(kept.groups, limits, self.orders, self.training, self.checkpoints, self.moves, observe)
+        self.replicas = Replicas(kept.replicas, self.orders, self.groups)
+        self.validations = Validations(kept.validations, self.replicas, self.orders, self._validation_machine)
+        if facts is None:
+            self.fire_version(self.training.versions[0], "live")
 
     # the state as a whole
-
-    def rebuild(self) -> None:
-        """Make everything that follows from the declared fields, after these were filled."""
-        for machine in (self.groups.machine, *self._machines):
-            machine.moves = self.moves
-        self.orders.rebuild()
-        self.groups.rebuild(self.limits.surplus)
-        self.validations.rebuild()
 
     def change(self, limits: Limits) -> None:
         """Use other bounds from now on."""
@@ -107,7 +117,7 @@ class State:
         """Go back to `steps` train steps. Every group that they do not hold is queued again."""
         self.groups.branch(consumed, released)
         self.checkpoints.branch(steps)
-        self.training.branch(steps, self.now)
+        self.training.branch(steps, self.facts.now)
         self.training.setbacks = self.count_setbacks()
         for pool in self.pools.leases:
             if pool.task:
@@ -122,8 +132,8 @@ class State:
     def begin_again(self) -> None:
         """Note that new processes carry the run: nothing runs any more, the run is not over, and only the restarts that
         it has used count towards its end."""
-        self.started = True
-        self.ending = Ending(restarts=self.ending.restarts, restarted_at=self.ending.restarted_at)
+        self.facts.started = True
+        self.ending.begin_again()
         self.training.publish_failures = self.checkpoints.failures = 0
 
     def end_run(self, outcome: str, reason: str, *, again: bool = False, drained: bool = False) -> None:
@@ -153,7 +163,7 @@ class State:
     @property
     def takes_work(self) -> bool:
         """The run has begun, is not over and does not drain."""
-        return self.started and self.ending.outcome is None and not self.ending.draining
+        return self.facts.started and self.ending.outcome is None and not self.ending.draining
 
     def count_setbacks(self) -> dict[str, int]:
         """How often groups were aborted, resumed, filtered and failed since the run began."""
@@ -163,14 +173,13 @@ class State:
 
     def _build_machines(self, limits: Limits) -> None:
         steps = step_table(limits.states_at(SCORING), limits.states_at(PUBLISHING))
-        self._machines = [
-            SharedMachine(table, self.moves, self._note)
-            for table in (steps, REPLICA, VERSION, POOL, PROCESS, VALIDATION)
-        ]
         (
             self._step_machine, self._replica_machine, self._version_machine, self._pool_machine, self._process_machine,
             self._validation_machine,
-        ) = self._machines  # fmt: skip
+        ) = (
+            SharedMachine(table, self.moves, self._note)
+            for table in (steps, REPLICA, VERSION, POOL, PROCESS, VALIDATION)
+        )  # fmt: skip
 
     def observe(self, observe: Observer | None, *, groups: bool = True) -> None:
         """Call `observe` after every change of state from now on. Without `groups`, the observer of the groups stays:
@@ -186,7 +195,7 @@ class State:
             self._observe(machine, record, source, trigger)
 
     def fire_step(self, step: Step, trigger: str) -> None:
-        step.leave(self.now)
+        step.leave(self.facts.now)
         self._step_machine.fire(step, trigger)
 
     def fire_version(self, version: WeightsVersion, trigger: str) -> None:
@@ -267,7 +276,7 @@ class State:
         training = self.training
         used = {*training.versions, *(validation.version for validation in self.validations.live.values())}
         used.update(replica.version for replica in self.replicas.by_id.values())
-        training.forget_versions(training.steps_batched - self.groups.loosest, used)
+        training.forget_versions(training.steps_batched - self.groups.facts.loosest, used)
 
     def forget_updates(self) -> None:
         """Drop the figures of steps at which no trainer can begin: those before the last checkpoint but one, unless a
@@ -365,4 +374,4 @@ class State:
     @property
     def no_more_prompts(self) -> bool:
         """Nothing waits and nothing can be drawn."""
-        return self.groups.exhausted and not self.asked and not self.groups.ledger.waiting
+        return self.groups.facts.exhausted and not self.asked and not self.groups.ledger.waiting

@@ -13,17 +13,15 @@ from engine.states.orders import OrderBook, state_owner
 class StateQueue:
     """The groups in one added state."""
 
-    waiting: dict[GroupId, None]
-    """Groups whose work is not ordered, oldest first. A dict keeps the order."""
-
-    def __init__(self, number: int, added: AddedState, orders: OrderBook) -> None:
+    def __init__(self, number: int, added: AddedState, waiting: dict[GroupId, None], orders: OrderBook) -> None:
         self.number = number
         """Its index among the added states."""
         self.name = added.name
         self.place = added.place
         self.concurrency = added.concurrency
         self.owner = state_owner(added.name)
-        self.waiting = {}
+        self.waiting = waiting
+        """Groups whose work is not ordered, oldest first. A dict keeps the order."""
         self._orders = orders
 
     @property
@@ -35,11 +33,14 @@ class StateQueue:
 class StateQueues:
     """Every added state of a run's groups, in the order in which groups pass through them."""
 
-    by_name: dict[str, StateQueue]
-
-    def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
+    def __init__(
+        self, queues: dict[str, dict[GroupId, None]], added: tuple[AddedState, ...], orders: OrderBook
+    ) -> None:
         of_groups = [state for state in added if state.place in (QUEUED, GENERATED)]
-        self.by_name = {state.name: StateQueue(number, state, orders) for number, state in enumerate(of_groups)}
+        self.by_name = {
+            state.name: StateQueue(number, state, queues.setdefault(state.name, {}), orders)
+            for number, state in enumerate(of_groups)
+        }
         every = self.by_name.values()
         self.at = {place: tuple(queue for queue in every if queue.place == place) for place in (QUEUED, GENERATED)}
         """By place."""
@@ -75,10 +76,11 @@ class StateQueues:
     def put_back(self) -> None:
         """Queue all ordered work again, before the groups that already wait. Call it before the book is cleared."""
         for queue in self.by_name.values():
-            worked_on = [*self._orders.of(queue.owner, "state")]
+            worked_on, waiting = [*self._orders.of(queue.owner, "state")], [*queue.waiting]
             for group in worked_on:
                 self._orders.withdraw("state", group)
-            queue.waiting = {**dict.fromkeys(worked_on), **queue.waiting}
+            queue.waiting.clear()
+            queue.waiting.update(dict.fromkeys((*worked_on, *waiting)))
 
     def clear(self) -> None:
         for queue in self.by_name.values():

@@ -1,11 +1,11 @@
 """The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/steps.py`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import fsum
 
 from engine.ids import GroupId, StepId
+from engine.states.facts import Facts
 from engine.states.group import Group
 from engine.states.machine import Table, Transition, transitions
 
@@ -53,15 +53,14 @@ def step_table(gates: tuple[str, ...] = (), checks: tuple[str, ...] = ()) -> Tab
     return Table(name=STEP.name, states=states, transitions=tuple(rows), terminal=STEP.terminal)
 
 
-@dataclass(eq=False)
-class Step:
+class Step(Facts):
     """One train step and its batch, which never changes once formed."""
 
     id: StepId
     state: str = STEP.initial
     entered_at: float = 0.0
     """When it entered its state, in seconds since the run began."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = {}
     """Seconds that it spent in each state that it has left."""
     attempt: int = 0
     failures: int = 0
@@ -72,7 +71,7 @@ class Step:
     tokens: int = 0
     """Response tokens of its groups."""
     reward_mean: float = 0.0
-    setbacks: dict[str, int] = field(default_factory=dict)
+    setbacks: dict[str, int] = {}
     """Once it is finished: how often groups were aborted, resumed, filtered and failed since the step before it
     finished."""
     done: tuple[int, ...] = ()

@@ -6,26 +6,27 @@ Written by `scheduling/steps.py` and `scheduling/weights.py`. Checkpoints and po
 from collections.abc import Container
 
 from engine.ids import StepId, Version
+from engine.states.facts import Facts
 from engine.states.step import Step
 from engine.states.version import WeightsVersion
 
 
-class Training:
+class Training(Facts):
     """What was trained and published.
 
     Other threads may ask for its counts at any moment: they are read from copies of the keys, which are never none.
     """
 
-    steps: dict[StepId, Step]
+    steps: dict[StepId, Step] = {}
     """Steps whose batch is formed and that are not finished, and the next step, which comes last."""
     step_reward: float | None = None
     """Mean reward of the groups of the last step trained."""
-    setbacks: dict[str, int]
+    setbacks: dict[str, int] = {}
     """How often groups had been aborted, resumed, filtered and failed when the last step finished."""
-    versions: dict[Version, WeightsVersion]
-    steps_in: dict[Version, StepId]
+    versions: dict[Version, WeightsVersion] = {}
+    steps_in: dict[Version, StepId] = {}
     """Train steps in each version that an open group, a replica or a validation may still refer to, the newest last."""
-    updates_in: dict[StepId, int]
+    updates_in: dict[StepId, int] = {}
     """Optimizer updates in the first n train steps, by n, for each n after which a trainer may begin: it needs them for
     its schedule. The steps trained so far come last."""
     publishing_attempt: int = 0
@@ -33,8 +34,9 @@ class Training:
     exceeded: int = 0
     """How often publications exceeded their time limit since one was answered."""
 
-    def __init__(self) -> None:
-        self.steps, self.setbacks, self.versions, self.steps_in, self.updates_in = {}, {}, {}, {}, {0: 0}
+    def begin(self) -> None:
+        """A run begins: nothing is trained, and replicas have the initial weights."""
+        self.updates_in[0] = 0
         self.next_step(0, 0.0)
         self.publish(0)
 

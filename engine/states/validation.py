@@ -5,12 +5,12 @@ holds which replica and which chunk is out where, so that no caller can forget o
 """
 
 from collections import Counter
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
 from heapq import heappop, heappush
 
 from engine.events import RowsMeasured
 from engine.ids import ReplicaId, StepId, ValidationId, Version
+from engine.states.facts import Facts
 from engine.states.limits import ValidationLimits, ValidationSet
 from engine.states.machine import SharedMachine, Table, transitions
 from engine.states.orders import OrderBook
@@ -31,8 +31,7 @@ VALIDATION = Table(
 )
 
 
-@dataclass(eq=False, slots=True)
-class Chunk:
+class Chunk(Facts):
     """Rows that are measured together, in one slot of one replica: where, the order book says."""
 
     index: int
@@ -65,8 +64,7 @@ class Chunk:
         return {row: Response(reward, answer, row in right, parts.get(row, {})) for row, reward, answer in measured}
 
 
-@dataclass(eq=False)
-class Validation:
+class Validation(Facts):
     """One version to be measured on every validation row, each counted once."""
 
     id: ValidationId
@@ -78,11 +76,13 @@ class Validation:
     """Responses that count as wrong although they are not asked for (`ValidationLimits.dropped`)."""
     queued_at: float
     state: str = VALIDATION.initial
-    chunks: list[Chunk] = field(default_factory=list)
-    replicas: dict[ReplicaId, None] = field(default_factory=dict)
+    chunks: list[Chunk] = []
+    replicas: dict[ReplicaId, None] = {}
     """Held at its version, in the order they were taken."""
     refused: int = 0
     """Lives of replicas given up because they could not be brought to its version."""
+    done: int = 0
+    """Chunks that are done."""
     measured: int = 0
     """Rows measured; the others of a chunk that is done failed, and count as wrong."""
     right: int = 0
@@ -95,49 +95,16 @@ class Validation:
     figures: tuple[Figure, ...] = ()
     """The figures of each set, once it is reported."""
 
+    @property
+    def left(self) -> int:
+        """Chunks that are not done."""
+        return len(self.chunks) - self.done
+
     def split(self, size: int) -> None:
         """Divide the rows into chunks."""
         self.chunks = [
             Chunk(i, first, min(size, self.rows - first)) for i, first in enumerate(range(0, self.rows, size))
         ]
-        self.rebuild(())
-
-    def rebuild(self, out: Container[int]) -> None:
-        """Make what follows from the chunks. `out`: those that are being measured."""
-        left = [chunk for chunk in self.chunks if not chunk.done]
-        self.left = len(left)
-        """Chunks that are not done."""
-        waiting = [chunk for chunk in left if chunk.index not in out]
-        self.waiting = [chunk.index for chunk in waiting]
-        """A heap: chunks to be sent out, the first rows first."""
-        self._waiting_failed = Counter(chunk.failures for chunk in waiting if chunk.failures)
-        """How many of them have failed so many times, where that is above 0."""
-
-    @property
-    def out(self) -> int:
-        """Chunks being measured."""
-        return self.left - len(self.waiting)
-
-    @property
-    def worst(self) -> int:
-        """Attempts that failed at the same rows: most of those that wait."""
-        return max(self._waiting_failed, default=0)
-
-    def put_back(self, chunk: Chunk) -> None:
-        """A chunk waits again."""
-        heappush(self.waiting, chunk.index)
-        if chunk.failures:
-            self._waiting_failed[chunk.failures] += 1
-
-    def take(self) -> Chunk:
-        """The first chunk that waits begins another attempt."""
-        chunk = self.chunks[heappop(self.waiting)]
-        chunk.attempt += 1
-        if chunk.failures:
-            self._waiting_failed[chunk.failures] -= 1
-            if not self._waiting_failed[chunk.failures]:
-                del self._waiting_failed[chunk.failures]
-        return chunk
 
     def evaluate(self, sets: Sequence[ValidationSet]) -> None:
         """Compute the figures of each set from the measured rows."""
@@ -170,10 +137,47 @@ class Validation:
         return self.reward / self.measured if self.measured and not self.left else None
 
 
-class Validations:
-    """Those that have not ended, in the order they were queued: the first is served, the others wait."""
+class WaitingChunks:
+    """The chunks of a validation that are to be sent out, the first rows first."""
 
-    live: dict[ValidationId, Validation]
+    def __init__(self, chunks: Iterable[Chunk], out: Container[int]) -> None:
+        """`out`: those that are being measured."""
+        waiting = [chunk for chunk in chunks if not chunk.done and chunk.index not in out]
+        self.indexes = [chunk.index for chunk in waiting]
+        """A heap."""
+        self._failed = Counter(chunk.failures for chunk in waiting if chunk.failures)
+        """How many of them have failed so many times, where that is above 0."""
+
+    def __len__(self) -> int:
+        return len(self.indexes)
+
+    @property
+    def worst(self) -> int:
+        """Attempts that failed at the same rows: most of those that wait."""
+        return max(self._failed, default=0)
+
+    def put_back(self, chunk: Chunk) -> None:
+        """A chunk waits again."""
+        heappush(self.indexes, chunk.index)
+        if chunk.failures:
+            self._failed[chunk.failures] += 1
+
+    def take(self, chunks: Sequence[Chunk]) -> Chunk:
+        """The first chunk that waits begins another attempt."""
+        chunk = chunks[heappop(self.indexes)]
+        chunk.attempt += 1
+        if chunk.failures:
+            self._failed[chunk.failures] -= 1
+            if not self._failed[chunk.failures]:
+                del self._failed[chunk.failures]
+        return chunk
+
+
+class ValidationsFacts(Facts):
+    """The validations that have not ended, and what the run knows of those that have."""
+
+    live: dict[ValidationId, Validation] = {}
+    """In the order they were queued: the first is served, the others wait."""
     created: int = 0
     considered: Version = -1
     """Newest version of which it was decided whether to measure it."""
@@ -186,20 +190,29 @@ class Validations:
     owed: bool = False
     """The next version is measured instead of one that was cut off."""
 
-    def __init__(self, replicas: Replicas, orders: OrderBook, machine: SharedMachine) -> None:
-        self.live = {}
+
+class Validations:
+    """The validations of a run, and which of their chunks wait."""
+
+    def __init__(self, facts: ValidationsFacts, replicas: Replicas, orders: OrderBook, machine: SharedMachine) -> None:
+        self.facts, self.live = facts, facts.live
         self._replicas, self._orders = replicas, orders
         self.machine = machine
-
-    def rebuild(self) -> None:
-        """Make what follows from the validations and the open orders."""
-        for validation in self.live.values():
-            validation.rebuild({chunk for of, chunk in self._orders.open["rows"] if of == validation.id})
+        rows = orders.open["rows"]
+        self.waiting = {
+            validation.id: WaitingChunks(validation.chunks, {chunk for of, chunk in rows if of == validation.id})
+            for validation in self.live.values()
+        }
+        """By validation."""
 
     @property
     def out(self) -> int:
         """Chunks being measured, each in a slot."""
         return len(self._orders.open["rows"])
+
+    def out_of(self, validation: Validation) -> int:
+        """Chunks of a validation that are being measured."""
+        return validation.left - len(self.waiting[validation.id])
 
     @property
     def served(self) -> Validation | None:
@@ -212,11 +225,11 @@ class Validations:
         return validation if validation is not None and replica.id in validation.replicas else None
 
     def queue(self, version: Version, steps: StepId, limits: ValidationLimits, at: float) -> Validation:
-        validation = Validation(self.created, version, steps, limits.rows, limits.dropped, at)
-        self.live[self.created] = validation
+        validation = Validation(self.facts.created, version, steps, limits.rows, limits.dropped, at)
         validation.split(limits.rows_per_slot)
-        self.created += 1
-        self.newest = version
+        self.live[validation.id], self.waiting[validation.id] = validation, WaitingChunks(validation.chunks, ())
+        self.facts.created += 1
+        self.facts.newest = version
         return validation
 
     def fire(self, validation: Validation, trigger: str) -> None:
@@ -224,7 +237,7 @@ class Validations:
         if self.machine.table.target(validation.state, trigger) in VALIDATION.terminal:
             for id in list(validation.replicas):
                 self.release(validation, self._replicas.by_id[id])
-            del self.live[validation.id]
+            del self.live[validation.id], self.waiting[validation.id]
         self.machine.fire(validation, trigger)
 
     def hold(self, validation: Validation, replica: Replica) -> None:
@@ -247,7 +260,7 @@ class Validations:
         """A chunk that was being measured waits again. `failed`: it has lost an attempt."""
         chunk.failures += failed
         self._orders.withdraw("rows", (validation.id, chunk.index))
-        validation.put_back(chunk)
+        self.waiting[validation.id].put_back(chunk)
 
     def count(self, validation: Validation, chunk: Chunk, event: RowsMeasured) -> None:
         """A chunk is done: its rows are counted, once."""
@@ -255,7 +268,7 @@ class Validations:
         chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
         chunk.right_rows, chunk.part_rows = event.right_rows, event.part_rows
         chunk.part_places, chunk.part_values, chunk.reason = event.part_places, event.part_values, event.reason
-        validation.left -= 1
+        validation.done += 1
         validation.measured += event.measured
         validation.right += event.right
         validation.reward += event.reward

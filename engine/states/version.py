@@ -1,9 +1,8 @@
 """The weights version: one publication, from the store to the replicas to its end. Driven by
 `scheduling/weights.py`."""
 
-from dataclasses import dataclass
-
 from engine.ids import Version
+from engine.states.facts import Facts
 from engine.states.machine import Table, transitions
 
 VERSION = Table(
@@ -18,8 +17,7 @@ VERSION = Table(
 )
 
 
-@dataclass(eq=False)
-class WeightsVersion:
+class WeightsVersion(Facts):
     """One publication; `Training.steps_in` has its train steps."""
 
     id: Version

@@ -141,7 +141,7 @@ class View:
     @property
     def now(self) -> float:
         """Time of the event being handled, seconds since the run began."""
-        return self._state.now
+        return self._state.facts.now
 
     @property
     def step(self) -> StepId:
@@ -180,7 +180,7 @@ class View:
     @property
     def exhausted(self) -> bool:
         """The source has no more prompts, and none is on its way: those that wait are the last."""
-        return self._state.groups.exhausted and not self._state.asked
+        return self._state.groups.facts.exhausted and not self._state.asked
 
     @property
     def step_reward(self) -> float | None:
@@ -249,6 +249,7 @@ class View:
 
     def validations(self) -> list[ValidationView]:
         """Validations that have not ended, in the order they were queued: the first is served."""
+        books = self._state.validations
         return [
             ValidationView(
                 validation.id,
@@ -256,14 +257,13 @@ class View:
                 validation.version,
                 validation.rows,
                 validation.measured,
-                validation.out,
+                books.out_of(validation),
                 tuple(validation.replicas),
             )
-            for validation in self._state.validations.live.values()
+            for validation in books.live.values()
         ]
 
     def pools(self) -> list[PoolView]:
         """Pools in which something of the trainer is done; the replicas of the others have theirs to themselves."""
-        return [
-            PoolView(lease.pool.tasks, lease.replicas, lease.task, lease.step) for lease in self._state.pools.leases
-        ]
+        pools = [(self._state.pools.settings[lease.id], lease) for lease in self._state.pools.leases]
+        return [PoolView(pool.tasks, pool.replicas, lease.task, lease.step) for pool, lease in pools]

@@ -67,4 +67,4 @@ def test_orders_to_repeat_are_in_the_newest_snapshot_and_no_older_frame_is_read(
     recovery.lock.release()
     assert recovery.recovered.began_at is not None and recovery.recovered.began_at.position >= 80
     again = recovery.recovered.scheduler.state.orders.reissued(recovery.recovered.at)
-    assert again == state.orders.reissued(state.now) != []
+    assert again == state.orders.reissued(state.facts.now) != []

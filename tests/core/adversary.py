@@ -196,7 +196,7 @@ class Adversary(CoreRig):
     def _work(self, command: ScoreBatch | TrainStep) -> None:
         pools = self.state.pools
         lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
-        self.judge.begin_task(lease, self._idle, command)
+        self.judge.begin_task(pools.sleepers(lease), self._idle, command)
         task = command.task if isinstance(command, ScoreBatch) else "train"
         for index, tasks in enumerate(self.limits.scorers()):
             if task in tasks:

@@ -147,11 +147,11 @@ def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
     for wrong in (1, 3):
         leave(run, 0, attempt=wrong)
     run.tell(StateLeft(group=0, attempt=2, state="weighing", trainable=2, reward_mean=0.0, reward_spread=0.0))
-    assert run.state.orders.stale_echoes == 3
+    assert run.state.orders.facts.stale_echoes == 3
     assert run.state.groups.live[0].state == "checking"
     leave(run, 0)
     leave(run, 0)
-    assert run.state.orders.stale_echoes == 4
+    assert run.state.orders.facts.stale_echoes == 4
 
 
 def test_a_lost_replica_takes_nothing_from_groups_whose_tokens_are_there() -> None:
@@ -209,7 +209,7 @@ def test_dropping_needs_no_order_but_that_its_trajectories_go() -> None:
     assert not run.ordered(AbortGroup)
     assert run.state.groups.state_queues.out == 0
     leave(run, 2)
-    assert run.state.orders.stale_echoes == 1
+    assert run.state.orders.facts.stale_echoes == 1
 
 
 def test_groups_in_states_are_let_go_at_the_end_of_the_run() -> None:

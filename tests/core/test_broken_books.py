@@ -41,7 +41,7 @@ def run_too_many(state: State) -> None:
 
 
 def owe_a_passed_step(state: State) -> None:
-    state.training.next_step(state.training.steps_batched + 2, state.now)
+    state.training.next_step(state.training.steps_batched + 2, state.facts.now)
 
 
 def owe_too_many(state: State) -> None:

@@ -95,7 +95,7 @@ def test_a_checkpoint_reported_twice_as_saved_counts_once() -> None:
     run = run_of()
     save(run, 2)
     run.tell(CheckpointSaved(steps=2))  # an echo
-    assert run.state.checkpoints.steps == [1, 2] and run.state.orders.stale_echoes == 1
+    assert run.state.checkpoints.steps == [1, 2] and run.state.orders.facts.stale_echoes == 1
 
 
 def test_engine_waits_names_a_deletion_in_progress() -> None:
@@ -153,7 +153,7 @@ def test_a_branch_forgets_later_checkpoints_and_keeps_those_up_to_it(steps: int,
 
 
 def test_a_branch_forgets_what_was_released_from_its_checkpoint_on() -> None:
-    known = Checkpoints(True)
+    known = Checkpoints(tracks=True)
     for steps in range(4):
         known.release(10 + steps, steps)
     known.branch(2)
@@ -243,7 +243,7 @@ def test_damage_to_a_checkpoint_that_nobody_knows_changes_nothing() -> None:
     run = run_of()
     save(run, 2)
     run.tell(CheckpointDamaged(steps=7, reason="model: is missing"))
-    assert run.state.checkpoints.steps == [1, 2] and run.state.orders.stale_echoes == 0
+    assert run.state.checkpoints.steps == [1, 2] and run.state.orders.facts.stale_echoes == 0
 
 
 def test_the_last_checkpoint_is_written_again_if_it_is_damaged_before_the_run_ends() -> None:

@@ -112,9 +112,9 @@ def test_a_report_of_the_cache_starts_groups_or_holds_them_back() -> None:
     assert run.state.groups.ledger.running == 2
     assert len(run.tell(measured(0.5))) == 1 and run.tell(measured(0.7)) == []
     assert run.state.groups.ledger.running == 3
-    echoes = run.state.orders.stale_echoes
+    echoes = run.state.orders.facts.stale_echoes
     run.tell(measured(0.1, life=2))
-    assert run.state.orders.stale_echoes == echoes + 1 and run.state.replicas.by_id[0].cache_used == 0.7
+    assert run.state.orders.facts.stale_echoes == echoes + 1 and run.state.replicas.by_id[0].cache_used == 0.7
 
 
 def test_a_held_replica_says_so() -> None:

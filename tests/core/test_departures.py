@@ -223,7 +223,7 @@ def test_a_replica_that_comes_up_as_it_is_stopped_gets_no_work() -> None:
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ReplicasWanted(replicas=1))
     joined(run, 1, 1)
-    assert [order.index for order in run.ordered(StopProcess)] == [1] and run.state.orders.stale_echoes == 1
+    assert [order.index for order in run.ordered(StopProcess)] == [1] and run.state.orders.facts.stale_echoes == 1
     assert run.state.replicas.by_id[1].state == "down"
     run.tell(ProcessLost(kind="replica", index=1, life=1, reason="it was stopped"))
     assert run.state.replicas.by_id[1].process.state == "gone"
@@ -276,7 +276,7 @@ def test_a_lost_replica_that_was_to_return_and_is_not_wanted_any_more_is_stopped
     assert [(order.index, order.life) for order in run.ordered(StopProcess)] == [(1, 2)]
     run.tell(ProcessLost(kind="replica", index=1, life=2, reason="not wanted"))
     joined(run, 1, 2)
-    assert run.state.orders.stale_echoes == 1 and run.state.replicas.by_id[1].state == "down", (
+    assert run.state.orders.facts.stale_echoes == 1 and run.state.replicas.by_id[1].state == "down", (
         "it was stopped as it came"
     )
     run.tell(ReplicasWanted(replicas=2))
@@ -305,7 +305,7 @@ def test_a_replica_that_is_taken_away_may_come_back() -> None:
     run = small()
     run.tell(ReplicaLeaves(replica=1, life=1, reason="spot instance"))
     run.tell(ReplicaLeaves(replica=0, life=7, reason="an echo"))
-    assert run.state.orders.stale_echoes == 1
+    assert run.state.orders.facts.stale_echoes == 1
     paused(run, 1)
     (stop,) = run.ordered(StopProcess)
     assert (stop.index, stop.reason) == (1, "spot instance")

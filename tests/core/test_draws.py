@@ -29,7 +29,7 @@ def test_fewer_prompts_than_ordered_close_the_order_and_the_rest_is_ordered() ->
     second = last_draw(run)
     assert second.number > first.number and second.count == first.count - 1
     run.tell(drawn(run, second.count, exhausted=True))
-    assert run.state.groups.ledger.drawn == first.count and run.state.groups.exhausted and not run.state.asked
+    assert run.state.groups.ledger.drawn == first.count and run.state.groups.facts.exhausted and not run.state.asked
 
 
 def test_only_so_many_prompts_are_ordered_at_once() -> None:
@@ -45,7 +45,7 @@ def test_an_echo_of_a_draw_that_was_answered_changes_nothing() -> None:
     for echo in (answered, failed, DrawFailed(number=99, reason="of nothing")):
         assert run.tell(echo) == []
     assert (run.state.groups.ledger.drawn, run.state.asked) == before
-    assert run.state.orders.stale_echoes == 3 and run.state.ending.failed_draws == 0
+    assert run.state.orders.facts.stale_echoes == 3 and run.state.ending.failed_draws == 0
 
 
 def test_a_failed_draw_is_ordered_again_and_one_that_succeeds_forgives_it() -> None:

@@ -63,6 +63,7 @@ from engine.states.orders import (
     UNSOLICITED,
     Order,
     OrderBook,
+    OrdersFacts,
     state_owner,
     works_in_order,
 )
@@ -141,7 +142,7 @@ def answer(command: Command, event: type[Event], number: int) -> Event:
 
 @pytest.mark.parametrize(("kind", "event"), ANSWERS)
 def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]) -> None:
-    book, command = OrderBook(), sample(kind, number=0)
+    book, command = OrderBook(OrdersFacts()), sample(kind, number=0)
     book.event = Event(at=3.0)
     book.add(command)
     (order,) = book.all()
@@ -154,7 +155,7 @@ def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]
 
 @pytest.mark.parametrize(("kind", "event", "name"), ECHOES)
 def test_an_event_about_something_else_is_a_stale_echo(kind: type[Command], event: type[Event], name: str) -> None:
-    book, command = OrderBook(), sample(kind, number=0)
+    book, command = OrderBook(OrdersFacts()), sample(kind, number=0)
     book.add(command)
     said = sample(event, number=0)
     changed = replace(said, **{name: other(getattr(said, name))})
@@ -164,7 +165,7 @@ def test_an_event_about_something_else_is_a_stale_echo(kind: type[Command], even
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_an_order_is_owned_by_who_carries_it_out_and_fails_with_it(kind: type[Command]) -> None:
-    book, command = OrderBook(), sample(kind, number=0)
+    book, command = OrderBook(OrdersFacts()), sample(kind, number=0)
     book.add(command)
     (order,) = book.all()
     for bystander in ("somebody", -7):
@@ -174,7 +175,7 @@ def test_an_order_is_owned_by_who_carries_it_out_and_fails_with_it(kind: type[Co
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_newer_order_with_the_same_key_replaces_the_older(kind: type[Command]) -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     for number in (0, 1):
         book.event = Event(at=float(number))
         book.add(sample(kind, number=number, attempt=number + 1))
@@ -182,7 +183,7 @@ def test_a_newer_order_with_the_same_key_replaces_the_older(kind: type[Command])
         assert [order.number for order in book.all()] == [0, 1], "each is about other groups"
         return
     (order,) = book.all()
-    assert (order.number, order.at, book.next_number) == (1, 1.0, 2)
+    assert (order.number, order.at, book.facts.next_number) == (1, 1.0, 2)
 
 
 # what else ends orders
@@ -193,21 +194,21 @@ REPORTS = [(kind, event) for kind, row in RELATIONS.items() for event in row.rep
 
 @pytest.mark.parametrize(("kind", "event"), REPORTS, ids=lambda kind: kind.__name__)
 def test_a_report_needs_its_order_and_closes_nothing(kind: type[Command], event: type[Event]) -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     book.add(sample(kind, number=0))
     assert book.match(sample(event, order=0)) and len(orders_matched(book)) == len(book) == 1
     assert not book.match(sample(event, order=1, attempt=1, life=1)) and len(book) == 1
 
 
 def test_one_event_ends_a_group_and_what_was_to_cut_it_short() -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     book.add(sample(StartGroup))
     book.add(sample(ParkGroup))
     assert book.match(sample(GroupGenerated)) and len(orders_matched(book)) == 2 and len(book) == 0
 
 
 def test_an_abort_withdraws_the_group_and_its_cut() -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     book.add(sample(StartGroup))
     book.add(sample(ParkGroup))
     book.add(sample(AbortGroup, number=2))
@@ -216,7 +217,7 @@ def test_an_abort_withdraws_the_group_and_its_cut() -> None:
 
 
 def test_a_failed_step_ends_every_scoring_task_of_it() -> None:
-    book = OrderBook(scored_apart=("old",))
+    book = OrderBook(OrdersFacts(), ("old",))
     for step, task in ((1, "old"), (1, "ref"), (2, "old")):
         book.add(ScoreBatch(step=step, attempt=1, task=task, groups=(1,), cause=0))
     assert [order.owner for order in book.all()] == ["scorer of old", TRAINER, "scorer of old"]
@@ -227,7 +228,7 @@ def test_a_failed_step_ends_every_scoring_task_of_it() -> None:
 
 
 def test_orders_that_arrive_may_be_answered_late_twice_together_and_one_by_one() -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     for number in range(4):
         book.add(DiscardGroups(groups=(number,), number=number, cause=0))
     assert book.match(OrderDone(orders=(3, 1)))
@@ -237,7 +238,7 @@ def test_orders_that_arrive_may_be_answered_late_twice_together_and_one_by_one()
 
 
 def test_a_cancelled_timer_is_withdrawn_and_a_finished_run_has_no_orders() -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     for timer in (4, 5):
         book.add(SetTimer(timer=timer, name=str(timer), delay_s=1.0, cause=0))
     book.add(CancelTimer(timer=4, name="4", cause=0))
@@ -258,7 +259,7 @@ def test_a_run_that_is_resumed_has_no_order_of_before() -> None:
         assert len(before) and before.open["group"]
         world.crash(1, kept=kept)
         after = world.scheduler.state.orders
-        assert all(order.number >= before.next_number for order in after.all())
+        assert all(order.number >= before.facts.next_number for order in after.all())
         world.complete()
 
 
@@ -282,7 +283,7 @@ def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
 
 
 def test_orders_are_reissued_oldest_first_and_a_timer_with_its_remaining_time() -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     book.event = Event(at=5.0)
     timer = SetTimer(timer=3, name="drain", delay_s=10.0, cause=0)
     drawn, resumed = DrawPrompts(first=0, count=4, cause=0), sample(ResumeReplica, number=2)
@@ -294,7 +295,7 @@ def test_orders_are_reissued_oldest_first_and_a_timer_with_its_remaining_time() 
 
 
 def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
-    book = OrderBook()
+    book = OrderBook(OrdersFacts())
     for row, kind in enumerate(kind for kind in RELATIONS if RELATIONS[kind].owner == "state"):
         book.add(sample(kind, group=row, state="judging"))
     assert book.owned(state_owner("judging")) == book.all() != [] and book.owned(state_owner("other")) == []
@@ -401,7 +402,7 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
     run.finish(0)
     assert len(orders_matched(run.state.orders)) == 1
     run.tell(ProcessUp(kind="replica", index=0, life=1, slots=100, version=0))
-    assert run.state.orders.stale_echoes == 1 and orders_matched(run.state.orders) == []
+    assert run.state.orders.facts.stale_echoes == 1 and orders_matched(run.state.orders) == []
 
 
 def test_only_trainer_and_scorers_execute_their_orders_one_after_another() -> None:

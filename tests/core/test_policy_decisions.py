@@ -201,7 +201,7 @@ def test_a_last_batch_that_is_whole_is_begun_as_a_whole() -> None:
         policies={"admission": "whole-batches"},
     )  # fmt: skip
     run.finish(0)
-    assert run.state.groups.exhausted and run.running() == [1, 2, 3]
+    assert run.state.groups.facts.exhausted and run.running() == [1, 2, 3]
     run = Scripted(
         train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, prompts=4, answers_draws=False,
         policies={"admission": "whole-batches"},

@@ -184,9 +184,9 @@ def test_a_failed_task_redoes_the_batch_and_the_others_answer_is_an_echo() -> No
     assert [(order.attempt, order.task) for order in run.ordered(ScoreBatch)[2:]] == [
         (2, "ref_logprobs"), (2, "old_logprobs"),
     ]  # fmt: skip
-    echoes = run.state.orders.stale_echoes
+    echoes = run.state.orders.facts.stale_echoes
     run.tell(BatchScored(step=0, attempt=1, task="old_logprobs"))
-    assert run.state.orders.stale_echoes == echoes + 1 and not run.ordered(TrainStep)
+    assert run.state.orders.facts.stale_echoes == echoes + 1 and not run.ordered(TrainStep)
 
 
 def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:

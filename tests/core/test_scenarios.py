@@ -228,9 +228,9 @@ def test_a_timer_of_a_step_already_formed_is_an_echo() -> None:
     run = straggling("drop")
     timer = run.ordered(SetTimer)[-1].timer
     run.finish(3)
-    echoes = run.state.orders.stale_echoes
+    echoes = run.state.orders.facts.stale_echoes
     run.tell(TimerFired(timer=timer))
-    assert run.state.orders.stale_echoes == echoes + 1
+    assert run.state.orders.facts.stale_echoes == echoes + 1
 
 
 # training
@@ -377,7 +377,7 @@ def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -
     assert run.view.parked == 2, "no slot is free elsewhere"
     run.tell(late)
     assert run.view.ready == 0
-    assert run.state.orders.stale_echoes == 1
+    assert run.state.orders.facts.stale_echoes == 1
     run.tell(ProcessUp(kind="replica", index=0, life=2, slots=2, version=0))
     assert run.view.parked == 0
     assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]

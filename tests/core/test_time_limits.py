@@ -405,9 +405,9 @@ def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> 
         1,
     )
     assert "the state checking exceeded its time limit of 50 s (timeouts.state_s)" in run.state.ending.last_failure
-    stale = run.state.orders.stale_echoes
+    stale = run.state.orders.facts.stale_echoes
     run.tell(StateLeft(group=0, attempt=first.attempt, **figures))
-    assert run.state.orders.stale_echoes == stale + 1
+    assert run.state.orders.facts.stale_echoes == stale + 1
     run.tell(StateLeft(group=0, attempt=again.attempt, **figures))
     assert run.state.groups.live[0].state == "batched"
 
@@ -441,15 +441,14 @@ def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
     run.tell(run.progress_of("rows", (validation.id, 1)), at=run.clock)
     assert cut_or_stopped(wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)) == ["StopMeasuring"]  # type: ignore[union-attr]
     assert [chunk.failures for chunk in validation.chunks] == [1, 0]
-    assert validation.out == 0
+    assert run.state.validations.out == 0
 
 
 def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
     run = measuring(every(None, rows_s=50.0, cut_s=5.0))
     wait(run, run.clock + 51.0)
     assert cut_or_stopped(wait(run, run.clock + 5.0)) == ["StopProcess"]
-    (validation,) = run.state.validations.live.values()
-    assert validation.out == 2, "another replica measures them"
+    assert run.state.validations.out == 2, "another replica measures them"
     assert run.out()[-1].replica == 1
 
 
@@ -593,10 +592,10 @@ def test_progress_of_an_earlier_attempt_or_life_changes_nothing() -> None:
     up(run)
     wait(run, run.clock + 60.0)
     echoes.append(OrderProgressed(order=run.ordered(TrainStep)[-1].number + 1000))
-    stale = run.state.orders.stale_echoes
+    stale = run.state.orders.facts.stale_echoes
     for echo in echoes:
         run.tell(echo, at=run.clock)
-    assert run.state.orders.stale_echoes == stale + 4 and time_taken_by(run, "train", 0) == 60.0
+    assert run.state.orders.facts.stale_echoes == stale + 4 and time_taken_by(run, "train", 0) == 60.0
 
 
 def test_progress_is_reported_of_the_kinds_that_the_table_names_and_of_no_other() -> None:
@@ -605,9 +604,9 @@ def test_progress_is_reported_of_the_kinds_that_the_table_names_and_of_no_other(
     sync = run.state.orders.find("sync", 0)
     assert sync is not None
     wait(run, run.clock + 50.0)
-    stale = run.state.orders.stale_echoes
+    stale = run.state.orders.facts.stale_echoes
     run.tell(OrderProgressed(order=sync.number))
-    assert run.state.orders.stale_echoes == stale + 1 and run.times.took_s(sync, run.clock) >= 50.0
+    assert run.state.orders.facts.stale_echoes == stale + 1 and run.times.took_s(sync, run.clock) >= 50.0
 
 
 def test_a_report_about_an_order_that_has_progressed_since_has_no_effect() -> None:
@@ -617,9 +616,9 @@ def test_a_report_about_an_order_that_has_progressed_since_has_no_effect() -> No
     (late,) = run.times.overdue(run.clock)
     report = run.overdue(late)
     run.tell(run.progress_of("train", 0))
-    stale = run.state.orders.stale_echoes
+    stale = run.state.orders.facts.stale_echoes
     assert not cut_or_stopped(run.tell(report, at=run.clock))
-    assert run.state.orders.stale_echoes == stale + 1
+    assert run.state.orders.facts.stale_echoes == stale + 1
     assert not cut_or_stopped(wait(run, run.clock + 98.0))
     assert cut_or_stopped(wait(run, run.clock + 3.0)) == ["StopProcess"]
 

@@ -33,7 +33,7 @@ from engine.events import (
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
 from engine.states.timeouts import Timeouts
-from engine.states.validation import Validation
+from engine.states.validation import Validation, WaitingChunks
 from tests.core.scripted import Scripted
 
 ON_THE_WAY = ValidationLimits(rows=4, rows_per_slot=2, at_start=False, every=1, at_end=False)
@@ -272,9 +272,9 @@ def test_a_lost_replica_s_rows_go_on_where_the_version_is() -> None:
     first = world.out()
     world.lose(0)
     assert [(o.replica, o.first, o.attempt) for o in world.out()] == [(1, 0, 2), (1, 2, 2)]
-    before = world.state.orders.stale_echoes
+    before = world.state.orders.facts.stale_echoes
     world.measured(first[0])
-    assert world.state.orders.stale_echoes == before + 1
+    assert world.state.orders.facts.stale_echoes == before + 1
     world.measure_all()
     assert world.ended[0].measured == 4
 
@@ -325,12 +325,13 @@ def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -
 def test_attempts_lost_at_rows_count_while_the_rows_wait() -> None:
     validation = Validation(0, 1, 1, 4, 0, 0.0)
     validation.split(2)
-    chunk = validation.take()
+    waiting = WaitingChunks(validation.chunks, ())
+    chunk = waiting.take(validation.chunks)
     for failures in (1, 2):
         chunk.failures = failures
-        validation.put_back(chunk)
-        assert validation.worst == failures
-        assert validation.take() is chunk and validation.worst == 0
+        waiting.put_back(chunk)
+        assert waiting.worst == failures
+        assert waiting.take(validation.chunks) is chunk and waiting.worst == 0
 
 
 @pytest.mark.parametrize("wrong", [{"version": 7}, {"measured": 3}, {"right": 3}, {"measured": 1, "right": 2}])
@@ -349,7 +350,7 @@ def test_a_repeated_answer_is_counted_once() -> None:
     world.measured(order)
     world.measure_all()
     world.measured(order)
-    assert (world.ended[0].measured, world.state.orders.stale_echoes) == (4, 2)
+    assert (world.ended[0].measured, world.state.orders.facts.stale_echoes) == (4, 2)
 
 
 def test_a_validation_of_which_no_row_could_be_measured_has_failed() -> None:

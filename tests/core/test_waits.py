@@ -159,9 +159,9 @@ def test_a_wait_for_rewards_names_the_slowest_function_and_its_limit() -> None:
     assert reward_wait(run.state) == "3 groups wait for reward slow: 2 s a call, 4 at once", "more would not help"
     run.tell(e.ProcessLost(kind="replica", index=0, life=1, reason="gone"))
     assert reward_wait(run.state) == ""
-    events = run.state.orders.stale_echoes
+    events = run.state.orders.facts.stale_echoes
     measured(run, "reward slow")
-    assert run.state.orders.stale_echoes == events + 1, "of a life that has ended"
+    assert run.state.orders.facts.stale_echoes == events + 1, "of a life that has ended"
 
 
 AGENT = {"setting": "rollout.slots", "queued": 0}

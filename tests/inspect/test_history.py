@@ -331,7 +331,7 @@ def test_a_step_whose_batch_is_inspected_has_its_groups() -> None:
     limits = replace(LIMITS, added_states=(GATING, PROVING))
 
     def reached(state: State) -> bool:
-        return state.now > 300 and any(step.state == "gating" for step in state.training.steps.values())
+        return state.facts.now > 300 and any(step.state == "gating" for step in state.training.steps.values())
 
     history = read_history(recorded(limits, seed=1, state_s=1000.0, until=reached))
     step = history.steps[-1]

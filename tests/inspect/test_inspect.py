@@ -165,9 +165,9 @@ def test_the_story_of_a_consumed_group_tells_its_batch(run: Path, ticks: list[Ti
 def test_a_stale_echo_is_shown_as_one(run: Path, ticks: list[Tick]) -> None:
     scheduler, echo = Scheduler(LIMITS), None
     for tick in ticks:
-        before = scheduler.state.orders.stale_echoes
+        before = scheduler.state.orders.facts.stale_echoes
         scheduler.tick(tick.events)
-        if scheduler.state.orders.stale_echoes > before and hasattr(tick.events[0], "group"):
+        if scheduler.state.orders.facts.stale_echoes > before and hasattr(tick.events[0], "group"):
             echo = tick.events[0]
             break
     assert echo is not None, "the setting has duplicates; another seed is needed"

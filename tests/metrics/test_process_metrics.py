@@ -57,7 +57,7 @@ def test_a_replica_that_is_down_has_the_state_of_its_process() -> None:
 
 
 def test_a_replica_that_starts_for_the_first_time_is_not_lost() -> None:
-    world = SteadyWorld(LIMITS).until(lambda state: bool(state.started))
+    world = SteadyWorld(LIMITS).until(lambda state: bool(state.facts.started))
     assert (read_status(world.metrics).replicas_lost, replicas(world)) == (0, {"starting": 2})
 
 

@@ -21,7 +21,7 @@ from engine.metrics.status import read_status
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.record.checked_lines import object_of
 from engine.record.frames import Tick
-from engine.record.snapshots import restore, snapshot
+from engine.record.snapshots import restore
 from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
 from engine.states.causes import TRAINING, WAITING_FOR_STRAGGLERS
@@ -29,6 +29,7 @@ from engine.states.limits import AddedState, Limits, Pool, ValidationLimits
 from engine.states.machine import entered
 from engine.states.timeouts import Timeouts
 from tests.core.added_states import CHECKING
+from tests.core.core_rig import state_of
 from tests.core.scripted import Scripted
 
 
@@ -323,7 +324,7 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     world.tell(e.ProcessLost(kind="replica", index=1, life=1, reason="killed"))
     assert world.metrics.retries["group_data"] == 1
     assert world.metrics.retries["replica_lost"] == 1
-    assert world.scheduler.state.orders.stale_echoes == 1
+    assert world.scheduler.state.orders.facts.stale_echoes == 1
     assert world.metrics.idle.slots == 2
 
 
@@ -487,18 +488,18 @@ def test_a_pause_in_which_a_replica_was_lost_is_not_counted() -> None:
     replica = state.replicas.by_id[0]
     for trigger in ("pause", "lose", "revert"):
         counts.changed(replica, trigger, state)
-        state.now += 1.0
+        state.facts.now += 1.0
     assert not any(counts.pause_s.values())
 
 
 def test_a_step_counts_the_setbacks_since_the_step_before_it_also_after_a_restore() -> None:
     world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
     world.scheduler.state.moves["group", "generating", "aborted"] = 7
-    restored = restore(snapshot(world.scheduler)).state
+    restored = restore(state_of(world.scheduler)).state
     for aborted, since in ((8, 8), (8, 0), (10, 2)):
         restored.moves["group", "generating", "aborted"] = aborted
         step = next(iter(restored.training.steps.values()))
-        restored.training.next_step(step.id + 2, restored.now)
+        restored.training.next_step(step.id + 2, restored.facts.now)
         restored.training.finish(step, restored.count_setbacks())
         assert step.setbacks == {"aborted": since, "resumed": 0, "filtered": 0, "failed": 0}
     restored.moves["group", "generating", "aborted"] = 12

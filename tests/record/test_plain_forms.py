@@ -24,7 +24,7 @@ ALL = Limits(
 
 def test_every_class_of_the_tree_is_declared_once() -> None:
     names = [name for name, *_ in declarations()]
-    assert len({*names}) == len(names) and {"State", "Group", "Replica", "Process", "Step", "Order"} <= {*names}
+    assert len({*names}) == len(names) and {"RunFacts", "Group", "Replica", "Process", "Step", "Order"} <= {*names}
     assert snapshot(Scheduler(ALL))
     assert not [
         (name, field) for name, *fields in declarations() for field in fields if "Any" in field or "object" in field
@@ -45,12 +45,12 @@ def test_a_run_whose_state_has_no_plain_form_says_once_that_snapshots_are_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scheduler = Scheduler(ALL)
-    scheduler.state.ending.last_failure = 7  # type: ignore[assignment]
+    scheduler.state.ending.last_failure = object()  # type: ignore[assignment]
     recorder, nothing = MemoryRecorder(Header(run="set", limits=ALL.to_plain())), Nothing()
     driver = Driver(scheduler, nothing, recorder, nothing, snapshot_every=1)
     with caplog.at_level(logging.WARNING, logger="engine"):
         driver.deliver(RunStarted())
         driver.deliver(RunStarted())
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "snapshots are off" in line and "Expected `str`, got `int` - at `$.ending.last_failure`" in line
+    assert "snapshots are off" in line and "is of type object" in line
     assert driver.events_handled == 2 and not list(read(recorder).snapshots())

@@ -43,7 +43,7 @@ class Watched:
 
     async def _after(self, seconds: float) -> None:
         self.dog = Watchdog(self.run.state, self.now, self.probe, self.deliver, self.spawn)
-        self.run.clock = self.run.state.now
+        self.run.clock = self.run.state.facts.now
         self.deliver(*(self.run.generated(group) for group in (0, 1)))
         await asyncio.sleep(seconds)
         self.dog.close()
