@@ -27,7 +27,7 @@ from engine.ids import EventId
 from engine.metrics.collector import HasState, RunMetrics
 from engine.metrics.history import Intervals
 from engine.metrics.history_builder import HistoryBuilder, OpenValues
-from engine.record import Record, Tick, read, replay
+from engine.record import Record, Rejected, Tick, read, replay
 from engine.record.codec import CodecError
 from engine.record.files import is_locked, open_private, open_regular, replace_whole, require_regular
 from engine.record.reader import Place
@@ -127,7 +127,7 @@ class RecordHistory:
         builder = self.builder = HistoryBuilder(scheduler, metrics, open)
 
         def end_stretch() -> None:
-            mark = self._newer.get(builder.open.ticks)
+            mark = self._newer.pop(open.ticks, None)
             if mark is not None:
                 self.stretches.append(stretch_of(builder, mark))
 
@@ -136,11 +136,14 @@ class RecordHistory:
             metrics.observe(tick)
             builder.take(tick)
 
-        report = replay(record, build=lambda _: scheduler, watch=watch, after=place, compare_snapshots=False)
+        def skip(one: Rejected) -> None:
+            end_stretch()  # a reader that begins at its end reads the rejected tick
+            open.notes += (f"tick {one.number} was rejected: {one.reason}",)
+
+        report = replay(record, build=lambda _: scheduler, watch=watch, after=place, compare_snapshots=False, skip=skip)
         if report.divergence is not None:
             raise EngineError(f"the record cannot be shown: {report.divergence}")
         end_stretch()
-        open.notes += tuple(f"tick {one.number} was rejected: {one.reason}" for one in report.rejected)
 
     def intervals(self) -> Intervals:
         """Everything that has ended."""

@@ -128,11 +128,12 @@ def replay(
     *,
     after: Place | None = None,
     compare_snapshots: bool = True,
+    skip: Callable[[Rejected], None] | None = None,
 ) -> ReplayReport:
     """Replay every tick, or those up to the one with event `until`, and stop at the first divergence.
 
-    Args: `watch` is called after each tick with an identical answer. `after`: replay only the ticks after this
-    snapshot; `build` must then return the scheduler restored from it.
+    Args: `watch` is called after each tick with an identical answer, `skip` for each rejected one. `after`: replay only
+    the ticks after this snapshot; `build` must then return the scheduler restored from it.
     Raises: `RecordError` if the record cannot be read, or no scheduler can be built from its header.
     """
     scheduler = build_from_header(record, build)
@@ -154,6 +155,8 @@ def replay(
             continue
         if isinstance(frame, Rejected):
             rejected.append(frame)
+            if skip is not None:
+                skip(frame)
             continue
         answer, divergence = _compare(frame, scheduler)
         if divergence is not None:

@@ -232,6 +232,23 @@ def test_a_log_is_written_by_a_reader_only_once_the_run_has_ended(run: Rerun) ->
     assert RecordHistory(read(schedule), path).position == next(read(schedule).snapshots()).position
 
 
+def test_the_notes_of_rejected_ticks_are_in_what_a_reader_writes(tmp_path: Path) -> None:
+    record = faulty_record()
+    run = Rerun(record, tmp_path, every=25)
+    for tick in record.ticks():
+        if tick.number in (40, 90):
+            for recorder in (run.recorder, run.alone):
+                recorder.reject(tick.events, "a policy raised")
+                recorder.flush()
+            run.kill()
+        run.take(tick)
+    run.recorder.close()
+    run.check()
+    (tmp_path / FILE).unlink()
+    for _ in range(2):  # the first one writes the log, and the second reads it
+        run.check()
+
+
 @pytest.mark.parametrize("problem", ["a directory", "too much to replay", "a defect"])
 def test_a_log_that_cannot_be_continued_does_not_fail_the_run(
     problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
