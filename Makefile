@@ -62,8 +62,8 @@ $(VLLM): | $(STAMP)
 run: $(RUN)  ## train the quickstart model to the end: no GPU, no download
 	@$(BIN)/engine run $(CONFIG) $(ARGS)
 
-# Many tests wait for processes that they start, so there is one worker more than cores, and at most four.
-WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 4)))
+# Many tests wait for processes that they start, so there are two workers more than cores, and at most four.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? n + 2 : 4)))
 
 test: $(VLLM)  ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)

@@ -68,9 +68,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(optionalhook=True)  # with `-p no:xdist` nobody knows it
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: a test with a Ray cluster or a vLLM engine mostly waits for one process at a
+    """Two more than there are processors: a test with a Ray cluster or a vLLM engine mostly waits for one process at a
     time, and for time limits."""
-    return (os.cpu_count() or 1) + 1
+    return (os.cpu_count() or 1) + 2
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,6 +137,18 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name, module in [*sys.modules.items()]:
         if (getattr(module, "__file__", None) or "").startswith(f"{tmp_path}{os.sep}"):
             del sys.modules[name]
+
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A run of the command line keeps its handlers of signals to the end of its process."""
+    before = {number: signal.getsignal(number) for number in ENDS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

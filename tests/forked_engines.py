@@ -23,8 +23,10 @@ PRELOADED = [SERVER, "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.m
 
 
 class Forked(ForkServerProcess):
-    """Has the environment of the process that starts it, not of the one that it is a fork of, and ends with it. What it
-    starts is forked from the same one."""
+    """Has the environment and the log of the process that starts it, not of the one that it is a fork of, and ends with
+    it. What it starts is forked from the same one."""
+
+    ends_with_owner = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,9 +35,15 @@ class Forked(ForkServerProcess):
         self._address = server._forkserver_address
         self._environment = dict(os.environ)
         self._owner = os.getpid()
+        self._ends_with_owner = Forked.ends_with_owner
 
     def run(self) -> None:
-        threading.Thread(target=end_with, args=(self._owner,), daemon=True).start()
+        Forked.ends_with_owner = self._ends_with_owner
+        if self._ends_with_owner:
+            threading.Thread(target=end_with, args=(self._owner,), daemon=True).start()
+        stderr = Path(f"/proc/{self._owner}/fd/2")
+        if stderr.readlink().suffix == ".log":
+            os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
         here = dict(os.environ)
         os.environ.update({k: v for k, v in self._environment.items() if here.get(k) != v})  # a title needs the rest
         server = forkserver._forkserver  # type: ignore[attr-defined]
@@ -61,11 +69,14 @@ CONTEXT = Forks()
 
 
 def start_by_fork() -> list[tuple[Any, Any]]:
-    """Have vLLM start processes so from now on. Returns what it used before, by module."""
+    """Have vLLM start processes so from now on. Returns what it used before, by module. After their first second, its
+    processes sleep while they wait for each other: two that spin take both cores from the other tests."""
+    import vllm.distributed.device_communicators.shm_broadcast
     import vllm.v1.engine.coordinator
     import vllm.v1.engine.utils
     import vllm.v1.executor.multiproc_executor
 
+    vllm.distributed.device_communicators.shm_broadcast.SpinCondition.record_read = lambda self: None
     modules = [vllm.v1.engine.coordinator, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor]
     before = [(module, module.get_mp_context) for module in modules]
     for module in modules:
@@ -78,6 +89,7 @@ def forked_engines() -> Iterator[None]:
     """vLLM starts the processes of an engine that is made meanwhile as forks."""
     prepare_environment(1)
     CONTEXT.set_forkserver_preload(PRELOADED)  # unless tests forked other processes before
+    forkserver.ensure_running()
     before = start_by_fork()
     try:
         yield

@@ -48,16 +48,12 @@ TABLES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 Capture = pytest.CaptureFixture[str]
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has a directory of its own. A run keeps its handlers of signals to the end of its process."""
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in ENDS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def write_config(path: str = "tiny.yaml", **sections: dict[str, Any]) -> str:
@@ -503,17 +499,6 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch) -> None:
     assert "run failed" in said.out
 
 
-def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch) -> None:
-    class Talkative(FakeHandle):
-        def updates(self) -> Iterator[Status]:
-            for status in super().updates():
-                yield dataclasses.replace(status, outcome="failed", reason="The disk is full.")
-
-    launched(Talkative)
-    assert cli.main(["run", write_config()]) == 1
-    assert "engine: the run failed: The disk is full; its directory is" in capsys.readouterr().err
-
-
 def test_what_follows_a_run_that_failed_on_its_rewards_is_to_read_their_errors(
     capsys: Capture, launched: Launch
 ) -> None:
@@ -670,13 +655,6 @@ def test_a_finished_run_is_refused_before_anything_starts(capsys: Capture, launc
     assert handles[0].resumed == (Path("here"), (("run.max_steps", "6"),))
 
 
-def test_an_address_is_called_so_in_the_help(capsys: Capture) -> None:
-    for command in ("run", "resume"):
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        assert "--address ADDRESS" in capsys.readouterr().out
-
-
 def test_a_run_of_a_changed_configuration_is_not_gone_on_with_silently(capsys: Capture, launched: Launch) -> None:
     launched(interrupt_after=1)
     assert cli.main(["run", write_config("mine.yaml"), "--resume", "auto"]) == 130
@@ -752,12 +730,12 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
 
 
 @pytest.fixture
-def own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def close_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests count however close they are."""
     monkeypatch.setattr(interrupts, "SENT_TWICE_S", 0.0)
 
 
-@pytest.mark.usefixtures("own_signals")
+@pytest.mark.usefixtures("close_requests")
 def test_a_request_to_end_after_the_last_line_of_a_run_raises_nothing(capsys: Capture, launched: Launch) -> None:
     launched()
     assert cli.main(["run", write_config()]) == 0
@@ -766,7 +744,7 @@ def test_a_request_to_end_after_the_last_line_of_a_run_raises_nothing(capsys: Ca
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("own_signals")
+@pytest.mark.usefixtures("close_requests")
 @pytest.mark.parametrize("number", ENDS)
 def test_a_request_to_end_stops_the_run(capsys: Capture, launched: Launch, number: signal.Signals) -> None:
     class Ended(FakeHandle):
@@ -804,7 +782,7 @@ class Lingering(FakeHandle):
         self.drained = reason
 
 
-@pytest.mark.usefixtures("own_signals")
+@pytest.mark.usefixtures("close_requests")
 def test_a_second_request_stops_a_run_that_drains(capsys: Capture, launched: Launch) -> None:
     handles = launched(Lingering)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
@@ -814,7 +792,7 @@ def test_a_second_request_stops_a_run_that_drains(capsys: Capture, launched: Lau
     assert said.err == "engine: interrupted; the run is in here\n"
 
 
-@pytest.mark.usefixtures("own_signals")
+@pytest.mark.usefixtures("close_requests")
 def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(launched: Launch) -> None:
     class Deaf(Lingering):
         def drain(self, reason: str) -> None:
@@ -825,7 +803,7 @@ def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(laun
     assert handles[0].stopped and handles[0].closed
 
 
-@pytest.mark.usefixtures("own_signals")
+@pytest.mark.usefixtures("close_requests")
 def test_a_second_request_that_comes_while_the_first_is_shown_stops_too(
     launched: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -841,7 +819,7 @@ def test_a_second_request_that_comes_while_the_first_is_shown_stops_too(
     assert handles[0].stopped and handles[0].closed
 
 
-@pytest.mark.usefixtures("own_signals")
+@pytest.mark.usefixtures("close_requests")
 def test_a_request_that_is_sent_twice_at_once_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends its signal to its child, and then to the child's group."""
     monkeypatch.setattr(interrupts, "SENT_TWICE_S", 3600.0)

@@ -97,6 +97,7 @@ class Source:
         self.path = path
         self.text = text
         self.tree = ast.parse(text, path)
+        self.nodes = [*ast.walk(self.tree)]
 
     @property
     def unit(self) -> str:
@@ -118,7 +119,7 @@ class Source:
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """(line, dotted module) of every import, late and type-checking ones included."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -178,7 +179,7 @@ def sizes_are_kept(source: Source) -> Iterator[str]:
     lines = source.text.count("\n")
     if lines > 700:
         yield f"{source.path}: {lines} lines, 700 are the roof"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > 70:
@@ -190,10 +191,9 @@ def nothing_sleeps(source: Source) -> Iterator[str]:
     A simulation sleeps virtual seconds."""
     if source.path.startswith("engine/simulation/"):
         return
-    nodes = list(ast.walk(source.tree))
-    aliases = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    aliases = [alias for node in source.nodes if isinstance(node, ast.Import) for alias in node.names]
     modules = {alias.asname or alias.name.split(".")[0] for alias in aliases}
-    for node in nodes:
+    for node in source.nodes:
         named = isinstance(node, ast.Name) and node.id == "sleep"
         of_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
         if named or (of_module and node.attr == "sleep"):
@@ -216,7 +216,7 @@ def nothing_read_is_unpickled(source: Source) -> Iterator[str]:
     """Nothing from disk or network becomes code: no pickle, however wrapped, and no code of a model's repository."""
     pickling = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "pandas"}
     calls = {"torch.load", "np.load", "numpy.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom) and source.path not in UNPICKLES:
             of = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             parts = {part for name in (*of, *(alias.name for alias in node.names)) for part in name.split(".")}
@@ -254,7 +254,7 @@ def names_are_nouns_and_verbs(source: Source) -> Iterator[str]:
     """Names of modules, functions and classes say what they contain or do: none is a bare participle or preposition."""
     named = [(1, Path(source.path).stem)]
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    named += [(node.lineno, node.name) for node in ast.walk(source.tree) if isinstance(node, defined)]
+    named += [(node.lineno, node.name) for node in source.nodes if isinstance(node, defined)]
     for line, name in named:
         if name.strip("_").lower() in BANNED_NAMES:
             yield f"{source.path}:{line}: {name!r} does not say what it is or does"
@@ -289,7 +289,7 @@ def _set_names(tree: ast.Module) -> set[str]:
 def loops_are_ordered(source: Source) -> Iterator[str]:
     """A set is for membership, never for a loop: its order is not the same in the next process."""
     known = _set_names(source.tree)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         looped: list[ast.expr] = []
         if isinstance(node, ast.For | ast.comprehension):
             looped = [node.iter]
@@ -435,7 +435,7 @@ def module_graph(all_sources: Sequence[Source]) -> dict[str, list[str]]:
     known = {source.module: source for source in all_sources}
 
     def reached(source: Source) -> Iterator[str]:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -628,7 +628,7 @@ def fixed_parts(message: str) -> list[str]:
 
 def texts_of_the_engine() -> str:
     """Every text in the code of engine/, without docstrings, a line each. Parts of an f-string are texts, too."""
-    nodes = [node for source in sources() for node in ast.walk(source.tree)]
+    nodes = [node for source in sources() for node in source.nodes]
     docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return "\n".join(str(node.value) for node in texts if id(node) not in docs)
@@ -815,7 +815,5 @@ def test_the_name_of_a_test_has_at_most_80_characters() -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    names = Counter(
-        node.name for source in sources() for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(node.name for source in sources() for node in source.nodes if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()

@@ -47,9 +47,9 @@ RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 PROGRAM = """
 import sys
-from forked_workers import forked_workers
+from forked_workers import MODEL, forked_workers
 from engine.cli import main
-with forked_workers():
+with forked_workers(*(MODEL if "resume" in sys.argv else ())):
     sys.exit(main(sys.argv[1:]))
 """
 

@@ -2,17 +2,15 @@
 is shown in one process: `tests/test_api.py`."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from chat_tokenizers import save_chat_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster", "own_signals")]
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json
 import sys
@@ -50,25 +48,18 @@ rewards = sorted({row["reward"] for row in run.samples()})
 measured = [*run.metrics["loss_trained"]]
 print(json.dumps([run.outcome, str(run.run_dir), str(run.model_path), len(run.metrics), rewards, measured]))
 """
-PROGRAM = """
-import sys
-from runpy import run_path
-from forked_workers import MODEL, forked_workers
-with forked_workers(*MODEL):
-    run_path(sys.argv.pop(1), run_name="__main__")
-"""
 
 
-def test_a_script_trains_with_its_own_reward_and_loss(tmp_path: Path) -> None:
-    model = save_chat_model(tmp_path / "model", "chatml", context=64)
+def test_a_script_trains_with_its_own_reward_and_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
-    clean = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, "-c", PROGRAM, "script.py", model]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *shown, result = done.stdout.strip().splitlines()
+    monkeypatch.setattr(sys, "argv", ["script.py", save_chat_model(tmp_path / "model", "chatml", context=64)])
+    run_path("script.py", run_name="__main__")
+    *shown, result = capsys.readouterr().out.strip().splitlines()
     outcome, run_dir, checkpoint, steps, rewards, measured = json.loads(result)
     assert (outcome, steps, rewards, measured) == ("finished", 2, [0.25, 0.75], [1.0, 1.0])
     assert Path(checkpoint).is_relative_to(run_dir) and (Path(checkpoint) / "model.safetensors").is_file()
     assert any(line.startswith("run: runs/") for line in shown)
-    assert any(line.startswith("step=1 done=2/2 ") for line in shown), done.stdout
+    assert any(line.startswith("step=1 done=2/2 ") for line in shown), shown

@@ -373,7 +373,7 @@ def test_what_speaks_no_http_is_no_run(tmp_path: Path, capsys: Capture) -> None:
 
     (tmp_path / "schedule").mkdir()
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
         announce(tmp_path, ControlPlace(f"http://127.0.0.1:{other.server_address[1]}", "secret"))
         said = refused(capsys, "drain", str(tmp_path))
         other.shutdown()

@@ -329,17 +329,6 @@ def test_a_start_that_waits_for_room_stands_still() -> None:
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
 
-def test_a_start_that_gets_room_between_two_checks_has_its_full_time() -> None:
-    run = small(every(None, start_s=600.0, group_s=6000.0))
-    run.tell(ReplicasWanted(replicas=2))
-    waits = {"kind": "replica", "index": 1, "life": 1}
-    run.tell(ProcessWaits(**waits, reason="no GPU is free"))
-    wait(run, run.clock + 60.0)
-    run.tell(ProcessWaits(**waits, reason=""))
-    assert time_taken_by(run, "start", ("replica", 1)) <= 1.0
-    assert not cut_or_stopped(wait(run, run.clock + 599.0))
-
-
 @pytest.mark.parametrize("then", [None, SettingChanged(setting="timeouts.group_s", value="900"), SchedulerRecovered()])
 def test_the_delay_of_a_start_does_not_count(then: Any) -> None:
     """Also after a change of `timeouts` and a failover, which give every order its full time again."""
@@ -665,13 +654,6 @@ def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() ->
     assert order is not None and limit(run, "group", 1) == pytest.approx(10 * took)
 
 
-def test_after_a_first_short_answer_orders_have_one_floor() -> None:
-    run = small(every(None, sync_s=AUTO, floor_s=100.0))
-    resumes(run)
-    run.train_on(2, 3)
-    assert limit(run, "sync", 0) == 100.0
-
-
 def test_a_limit_that_is_learned_holds_for_orders_that_were_given_before() -> None:
     run = small(every(None, group_s=AUTO, floor_s=100.0), prompts=2)
     run.finish(0)
@@ -740,16 +722,6 @@ def test_an_order_of_the_trainer_is_timed_from_the_end_of_the_one_ahead() -> Non
     run.tell(CheckpointSaved(steps=1))
     assert not cut_or_stopped(wait(run, run.clock + 98.0))
     assert cut_or_stopped(wait(run, run.clock + 3.0)) == ["StopProcess"]
-
-
-def test_an_order_has_its_full_time_if_the_one_ahead_ends_just_before_a_check() -> None:
-    run = small(every(None, train_s=100.0, checkpoint_s=1000.0), checkpoint_every=1)
-    checkpoints(run)
-    run.finish(2, 3)
-    wait(run, run.clock + 800.5)
-    run.tell(CheckpointSaved(steps=1), at=run.clock + 0.1)
-    assert not cut_or_stopped(wait(run, run.clock + 99.0)), "the trainer has worked on the step for 99 s"
-    assert cut_or_stopped(wait(run, run.clock + 7.0)) == ["StopProcess"]
 
 
 def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:

@@ -1,37 +1,27 @@
 """The agents' example as its users run it, cut to a few steps: model, agent, gateway, training, record."""
 
+import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import engine.training.warmup as warmup
 from engine.record import read, replay
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import sys
-import engine.training.warmup as warmup
-whole = warmup.WarmUp
-warmup.WarmUp = lambda **given: whole(**{**given, "steps": 12})  # of 500
-import multi_turn_agent
-from forked_workers import MODEL, forked_workers
-with forked_workers(*MODEL):
-    sys.exit(multi_turn_agent.main(sys.argv[1:]))
-"""
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_the_calculator_agent_trains_through_the_gateway(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    for change in ("run.max_steps=3", "validation.at_start=false", "validation.prompts=8", "rollout.replicas=1"):
-        command += ["--set", change]
-    folders = [str(ROOT / folder) for folder in ("", "examples", "tests")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster", "own_signals")
+def test_the_calculator_agent_trains_through_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    whole = warmup.WarmUp
+    monkeypatch.setattr(warmup, "WarmUp", lambda **given: whole(**{**given, "steps": 12}))  # of 500
+    changes = ("run.max_steps=3", "validation.at_start=false", "validation.prompts=8", "rollout.replicas=1")
+    main = importlib.import_module("multi_turn_agent").main
+    assert main([word for change in changes for word in ("--set", change)]) == 0
     run_dir = tmp_path / "runs" / "latest"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "step" in row]

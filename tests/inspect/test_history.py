@@ -167,7 +167,7 @@ class Rerun:
 def test_deleting_the_log_of_a_run_changes_no_answer_at_any_cut(family: Any, number: int, tmp_path: Path) -> None:
     record, dice = record_of(family, number), Random(number)
     ticks = [*record.ticks()]
-    run, checked = Rerun(record, tmp_path, every=20), range(0, len(ticks), 1 + len(ticks) // 30)
+    run, checked = Rerun(record, tmp_path, every=20), range(0, len(ticks), 1 + len(ticks) // 12)
     for tick in ticks:
         run.take(tick)
         if dice.random() < 0.05:

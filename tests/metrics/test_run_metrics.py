@@ -529,15 +529,6 @@ def test_groups_in_added_states_are_counted_and_their_failures_reported() -> Non
     assert status.last_failure.endswith(", checking: fault")
 
 
-def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None:
-    world = steady_world(stale=1).until(lambda state: state.groups.ledger.running == 4)
-    world.tell(e.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
-    world.tell(e.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
-    samples = {s.name: s.value for family in registry(world.metrics).collect() for s in family.samples}
-    assert samples["engine_max_staleness_steps"] == 3
-    assert samples["engine_max_concurrent_groups"] == 8
-
-
 def finish(rows: StepRows, steps: range) -> tuple[list[int], list[int]]:
     """The numbers of the steps in the first and in the newest rows."""
     for step in steps:

@@ -361,7 +361,7 @@ def test_another_program_has_the_port(
 
     (tmp_path / "schedule").mkdir()
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
         announce([tmp_path / FILE], f"127.0.0.1:{other.server_address[1]}", "other")
         said = complaint(tmp_path, capsys)
         other.shutdown()

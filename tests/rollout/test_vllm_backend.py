@@ -1,10 +1,7 @@
 """A vLLM engine as a backend beyond the shared scenarios, and what is left of an owner that is killed."""
 
 import asyncio
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,9 @@ import pytest
 import torch
 import vllm_engines
 from backends import WIDE, build, run_over
+from forked_engines import CONTEXT, Forked, forked_engines
 from test_prefixes import assert_begins
-from vllm_arguments import require_vllm
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import DataFailure, EngineError
 from engine.rollout.backend import SampleRequest, SamplingParams
@@ -33,44 +31,30 @@ def asked(name: str, tokens: int = 200, **changes: Any) -> SampleRequest:
     return SampleRequest(id=name, **given)
 
 
-OWNER = """
-import sys, psutil
-sys.path[:0] = {folders!r}
-from backends import WIDE, build
-from engine.rollout.vllm.vllm_backend import VllmBackend
-from vllm_arguments import ENGINE_ARGS
-if __name__ == "__main__":
-    two = ENGINE_ARGS | {{"distributed_executor_backend": "mp"}}  # the worker in a process of its own
-    build("qwen2", **WIDE).save_pretrained({model!r})
-    backend = VllmBackend({model!r}, rows=8, engine_args=two)
-    print(backend.staging, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
-    sys.stdin.read()
-"""
+def own_an_engine(directory: str, said: Any) -> None:
+    """In a process of its own: an engine whose processes do not know of this one by the tests' means."""
+    from engine.rollout.vllm.vllm_backend import VllmBackend
+
+    Forked.ends_with_owner = False
+    backend = VllmBackend(directory, rows=8, engine_args=ENGINE_ARGS | {"distributed_executor_backend": "mp"})
+    said.send(backend.staging)
+    threading.Event().wait()
 
 
-@pytest.fixture
-def owner(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    script = tmp_path / "owner.py"
-    folders = [str(folder) for folder in Path(__file__).parents[:2]]
-    script.write_text(OWNER.format(folders=folders, model=str(tmp_path / "model")))
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_no_process_and_no_staged_file_outlives_an_owner_that_is_killed(owner: "subprocess.Popen[str]") -> None:
-    assert owner.stdout is not None
-    staging, *pids = next(line for line in owner.stdout if line.startswith("/")).split()
-    children = [psutil.Process(int(pid)) for pid in pids]
-    assert Path(staging).is_dir() and len(children) >= 3
+def test_no_process_and_no_staged_file_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    heard, said = CONTEXT.Pipe()
+    with forked_engines():
+        before = {*psutil.Process().children(recursive=True)}
+        owner = CONTEXT.Process(target=own_an_engine, args=(str(tmp_path), said))
+        owner.start()
+    staging = Path(heard.recv())
+    started = {*psutil.Process().children(recursive=True)} - before - {psutil.Process(owner.pid)}
+    assert staging.is_dir() and len(started) >= 2, "the engine, and its worker in a process of its own"
     owner.kill()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive
-    assert not Path(staging).exists()
+    assert not staging.exists()
 
 
 def test_an_engine_that_ends_while_vllm_kills_it_is_closed_whole(monkeypatch: pytest.MonkeyPatch) -> None:

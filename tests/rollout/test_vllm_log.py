@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from backends import WIDE, build
+from forked_engines import forked_engines
 from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
@@ -59,6 +60,9 @@ def test_an_engine_whose_context_does_not_fit_says_so(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     arguments = ENGINE_ARGS | {"max_model_len": context}
     log = tmp_path / "logs" / "rollout-0.vllm.log"
-    with pytest.raises(EngineError, match=rf"vLLM does not start: .*max seq len \({context}\).*more in {log}"):
+    with (
+        forked_engines(),
+        pytest.raises(EngineError, match=rf"vLLM does not start: .*max seq len \({context}\).*more in {log}"),
+    ):
         VllmBackend(str(tmp_path / "model"), engine_args=arguments, log=log)
     assert log.stat().st_mode & 0o077 == 0

@@ -87,7 +87,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         build(request.param, **WIDE), kv="recompute", weight_transfer="gloo", check_weights="never"
     )
     backend.family = request.param
-    backend.senders = Senders(WIRE)
+    backend.senders = Senders(replace(WIRE, timeout_s=6.0))  # tests wait for it
     yield backend
     run(backend.close())
 

@@ -37,6 +37,10 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "samples": ({"samples": "2"}, "samples is '2', but must be a whole number"),
     "no bool": ({"slots": True}, "slots is True, but must be a whole number"),
     "no replica": ({"generators": lambda number: Steady(), "replicas": 0}, "replicas is 0, but must be at least 1"),
+    "no generator": ({"generators": []}, "generators"),
+    "no prompt": ({"prompts": []}, "at least one prompt"),
+    "checkpoints in memory": ({"limits": limits(checkpoint_every=1)}, "checkpoints need a run_dir"),
+    "replacements": ({"replacements": -1}, "replica_restarts is -1, but must be a whole number from 0"),
     "limits": ({"limits": None}, "limits is null, but must be an engine.Limits"),
     "a text that no record holds": (
         {"limits": limits(scoring_tasks=("\ud83d",))}, "limits .*cannot be recorded: .*half of a surrogate pair",
@@ -61,6 +65,7 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "prefix_every_tokens": ({"prefix_every_tokens": -1}, "prefix_every_tokens is -1, but must be at least 0"),
     "policies": ({"policies": "fifo"}, "policies is 'fifo', but must be a mapping"),
     "a policy": ({"policies": {"filter": 5}}, r"policies\['filter'\] is 5, but must be a text"),
+    "a policy's name": ({"policies": {"deadline": "trunkate"}}, "did you mean truncate"),
     "run_dir": ({"run_dir": 5}, "run_dir is 5, but must be a path"),
     "a path that no record holds": ({"run_dir": "run\ud83d"}, "run_dir is .*, but must be a path of valid Unicode"),
     "make_scorer": ({"make_scorer": 5}, "make_scorer is 5, but must be a function"),

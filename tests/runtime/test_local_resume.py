@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -259,12 +258,6 @@ def test_a_run_whose_directory_is_deleted_stops_and_says_so(tmp_path: Path) -> N
 
     with pytest.raises(RunDamaged, match=rf"{run_dir}/schedule was deleted or moved during the run"):
         engine.runtime.local.run(**options(run_dir, Deleting()))
-
-
-def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port"):
-        engine.runtime.local.run(**options(tmp_path / "run", Saving(), metrics_port=taken.getsockname()[1]))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("hangs", ["draw", "train", "train, and is interrupted"])

@@ -12,7 +12,7 @@ from token_generator import TokenGenerator
 
 import engine.runtime.local
 from engine.commands import StartProcess
-from engine.errors import ConfigError, DataFailure, RunFailed
+from engine.errors import DataFailure, RunFailed
 from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
 from engine.protocols import Batch, Generated, GroupWork
 from engine.record import read, replay
@@ -164,11 +164,6 @@ def test_a_retry_gets_the_fields_of_its_prompt_as_they_were() -> None:
     assert len(seen) == 4 + 4 + 2 * 4 and set(seen) == {'{"answer": "4", "messages": ["2 + 2"]}'}
 
 
-def test_epochs_pass_over_the_prompts_again() -> None:
-    trainer = Counting()
-    assert run(trainer=trainer, epochs=3, prompts=["a", "b", "c", "d"]).groups["consumed"] == 12
-
-
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_weights_reach_generators_that_keep_the_whole_protocol(mode: str) -> None:
     class Paced(TokenGenerator):
@@ -277,36 +272,6 @@ def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
     assert not {"large", "7"} & set(rows[1]) and 7 not in result.metrics[1]
 
 
-def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
-    class Fragile(Steady):
-        def __init__(self, life: int) -> None:
-            super().__init__()
-            self.life = life
-
-        async def resume(self) -> None:
-            if self.life == 1:
-                raise RuntimeError("frozen for good")
-
-        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-            while self.life == 2 and len(lives) < 4:  # the run does not end before both were replaced
-                await asyncio.sleep(0)
-            return await super().sample(work, weights, version)
-
-    lives: list[int] = []
-
-    def make(replica: int) -> Fragile:
-        lives.append(replica)
-        return Fragile(lives.count(replica))
-
-    result = run(generators=make, replicas=2)
-    assert result.groups["consumed"] == 30
-    assert sorted(lives) == [0, 0, 1, 1]
-    assert all(not e.final and "frozen for good" in e.reason for e in events_of(result, ProcessLost))
-
-    with pytest.raises(RunFailed, match="no replica is left"):
-        run(generators=[Fragile(1), Fragile(1)])
-
-
 def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -337,16 +302,6 @@ def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on
     assert "frozen for good" in frozen.reason
     assert (unmade.index, unmade.life, unmade.final) == (0, 2, False)
     assert "could not be started" in unmade.reason and "no licence left" in unmade.reason
-
-
-def test_a_factory_that_raises_at_the_beginning_fails_the_run_with_its_error() -> None:
-    def make(replica: int) -> SimpleGenerator:
-        if replica == 1:
-            raise ValueError("no weights at this place")
-        return Steady()
-
-    with pytest.raises(RunFailed, match="replica 1 could not be started: ValueError: no weights at this place"):
-        run(generators=make, replicas=2)
 
 
 class Mortal(Steady):
@@ -430,22 +385,6 @@ def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int)
     )
     assert result.outcome == "finished"
     assert len(events_of(result, ProcessLost)) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"prompts": []}, "at least one prompt"),
-        ({"samples": 0}, "samples is 0, but must be at least 1"),
-        ({"generators": []}, "generators"),
-        ({"limits": limits(checkpoint_every=1)}, "checkpoints need a run_dir"),
-        ({"policies": {"deadline": "trunkate"}}, "did you mean truncate"),
-        ({"replacements": -1}, "replica_restarts is -1, but must be a whole number from 0"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_it_starts(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        run(**options)
 
 
 def test_a_generator_that_is_not_whole_says_what_is_missing() -> None:

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_local_runs import Counting, Steady, events_of, limits, run
+from test_local_runs import Counting, Steady, events_of, run
 
 from engine.commands import Command, StartProcess, StopProcess
-from engine.errors import ConfigError
 from engine.events import ProcessLost, ProcessUp, ReplicasWanted
 from engine.protocols import GroupWork
 from engine.record import read, replay
-from engine.runtime.prompt_sources import listed
 from engine.runtime.run_parts import RunParts
 from engine.trajectory import Trajectory
-from engine.workers.plan import Plan, Rollout
 
 PROMPTS = 120
 
@@ -104,12 +101,3 @@ def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.life) == (1, 1)
     assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))
-
-
-def test_a_plan_without_a_replica_that_generates_is_refused() -> None:
-    """Nothing would ever happen in its run."""
-    with pytest.raises(ConfigError, match="replicas is 0, but must be at least 1"):
-        Plan(
-            limits=limits(), samples=1, replicas=0, make_rollout=lambda replica: Rollout(generator=Steady()),
-            make_trainer=Counting, make_prompts=lambda: listed(["a question"]),
-        )  # fmt: skip
