@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # Named by the contents of what it installs: a changed dependency installs again, a mere checkout does not.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 # What `make coverage` runs, in about a minute: the tests of the core, but for the longest searches.
-QUICK := tests/core tests/test_extensions.py -m "not ray" --hypothesis-profile=quick -k "not TestAnyOrder and not finished-auto \
+QUICK := tests/core tests/judge tests/test_extensions.py -m "not ray" --hypothesis-profile=quick -k "not TestAnyOrder and not finished-auto \
 	and not variants_are_caught and not stays_small and not wherever_a_run_is_cut and not reaches_the_end and not must_be_done \
 	and not bounds_bind and not not_started_yet and not healthy and not restored_scheduler_decides"
 

@@ -54,7 +54,7 @@ class AdviceWorld:
         recorder = MemoryRecorder(
             Header(run=f"world {self.number}", limits=limits.to_plain(), policies=dict(policies.names))
         )
-        world = World(self.setting, policies, recorder, check=False, dice=SteadyDice(self.setting))
+        world = World(self.setting, policies, recorder, dice=SteadyDice(self.setting))
         outcome = world.run()
         if outcome.outcome != "finished":
             raise RuntimeError(f"world {self.number}: {outcome.reason}")

@@ -31,7 +31,7 @@ def record_run(directory: Path, events: int) -> None:
     policies = PolicySet.from_names({})
     header = Header(run="benchmark", limits=LIMITS.to_plain(), policies=dict(policies.names))
     recorder = Recorder(directory / "schedule", header)
-    world = World(SETTING, policies, recorder, check=False, snapshot_every=SNAPSHOT_EVERY)
+    world = World(SETTING, policies, recorder, snapshot_every=SNAPSHOT_EVERY)
     world.run_until(lambda state: world.driver.events_handled >= events)
     world.close()
     recorder.close()

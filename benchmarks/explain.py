@@ -41,7 +41,7 @@ def record(directory: Path, events: int) -> None:
     )  # fmt: skip
     header = Header(run="long", limits=limits.to_plain(), policies=dict(PolicySet.from_names({}).names))
     recorder = Recorder(directory / "schedule", header)
-    world = World(setting, recorder=recorder, check=False, snapshot_every=SNAPSHOT_EVERY)
+    world = World(setting, recorder=recorder, snapshot_every=SNAPSHOT_EVERY)
     metrics, log = RunMetrics(world.scheduler), HistoryLog(directory)
     log.begin(world.scheduler, metrics, recorder)
     judge = world.driver.observe or (lambda tick: None)

@@ -66,7 +66,7 @@ def on_the_virtual_clock() -> bool:
         limits=limits, replicas=REPLICAS, slots=SLOTS, prompts=400 * BATCH, train_s=1.0, sync_s=1.0, mean_tokens=40.0,
         max_tokens=longest, start_s=back - lost,
     )  # fmt: skip
-    world = World(setting, check=False)
+    world = World(setting)
     ended: list[float] = []
     judged = world.driver.observe
 

@@ -41,7 +41,7 @@ def make_record(directory: Path, events: int, snapshot_every: int) -> int:
         limits=LIMITS, replicas=16, slots=64, prompts=10 * events, faults=Faults(die=1e-4, fail_group=0.01),
         max_tokens=300,
     )  # fmt: skip
-    world = World(setting, policies, recorder, check=False, snapshot_every=snapshot_every)
+    world = World(setting, policies, recorder, snapshot_every=snapshot_every)
     try:
         world.run(events=events)
     except EngineError as ended:

@@ -59,7 +59,7 @@ def simulate(train_s: float) -> tuple[float, float]:
         limits=limits, replicas=replicas, slots=slots, prompts=BATCH * STEPS, train_s=train_s, sync_s=0.0,
         latency_s=0.0, mean_tokens=20.0, max_tokens=30, token_s=TOKEN_S,
     )  # fmt: skip
-    world = World(setting, check=False)
+    world = World(setting)
     gc.collect()  # the world of the run before
     begin = time.process_time()
     with rare_collection():

@@ -67,7 +67,7 @@ def simulated(
         limits=config.limits, replicas=REPLICAS, slots=SLOTS, prompts=BATCH * (steps + 4), seed=seed, train_s=20.0,
         sync_s=1.5, mean_tokens=16.0, max_tokens=60, faults=faults or Faults(), prefix_every_tokens=prefixes,
     )  # fmt: skip
-    World(setting, PolicySet.from_names(policies.names), recorder, check=False).run()
+    World(setting, PolicySet.from_names(policies.names), recorder).run()
     recorder.close()
     return recorder
 

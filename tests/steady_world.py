@@ -78,7 +78,7 @@ class SteadyWorld(World):
         made = Setting(limits=limits, **{**durations, **sizes, **setting})
         self._reports = reports
         dice = RisingRewards(made, lengths)
-        super().__init__(made, None, recorder, check=False, snapshot_every=snapshot_every, dice=dice)
+        super().__init__(made, None, recorder, snapshot_every=snapshot_every, dice=dice)
         self.metrics = RunMetrics(self.scheduler, journal)
         _open.append(self)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
-from engine.record.frames import Header
+from engine.record.frames import Header, Tick
 from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import Divergence, replay
 from engine.record.snapshots import restore
-from engine.simulation.run_checks import Finding
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Finding, Setting, World
+from engine.states.laws import check_all
 from engine.states.limits import ROUNDING, Limits
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
@@ -31,6 +31,14 @@ ROUGH = Faults(
     lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05,
     fail_state=0.05, fail_rows=0.1,
 )  # fmt: skip
+
+
+class LawfulWorld(World):
+    """A world in which every law is checked after every tick."""
+
+    def _observe(self, tick: Tick) -> None:
+        super()._observe(tick)
+        check_all(self.scheduler.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +107,7 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
         described=seen.described, rows=seen.rows, rewards=seen.rewards,
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="proof", limits=limits.to_plain(), policies=dict(chosen.names)))
-    world = World(setting, chosen, recorder, snapshot_every=SNAPSHOT_EVERY)
+    world = LawfulWorld(setting, chosen, recorder, snapshot_every=SNAPSHOT_EVERY)
     try:
         outcome = world.run(events=EVENTS)
     except Finding as finding:

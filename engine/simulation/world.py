@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.commands import Command, FinishRun, ScoreBatch, TrainStep
+from engine.commands import Command, FinishRun
 from engine.errors import EngineError
 from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted
-from engine.ids import GroupId, ReplicaId, StepId
+from engine.ids import ReplicaId, StepId
 from engine.policies import PolicySet
 from engine.protocols import Trainer
 from engine.record import NullRecorder
@@ -30,7 +30,6 @@ from engine.runtime.prompt_sources import CountedPrompts
 from engine.runtime.supervisor import Supervisor
 from engine.runtime.watchdog import Watchdog
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.run_checks import Finding, Judge
 from engine.simulation.run_settings import Faults, Setting
 from engine.simulation.simulated_models import (
     SAMPLES,
@@ -43,15 +42,14 @@ from engine.simulation.simulated_models import (
     work_of,
 )
 from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses
-from engine.states.laws import check_all
 from engine.states.process import REPLICA
 from engine.states.state import State
-from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt
 from engine.workers.cache_reports import CACHE_EVERY_S
 from engine.workers.clock import Deadlock, VirtualLoop
 from engine.workers.plan import Plan, Rollout
 
-__all__ = ["Faults", "Setting", "World"]
+__all__ = ["Faults", "Finding", "Setting", "World"]
 
 MAX_EVENTS = 1_000_000
 """A run with more events counts as one that never ends."""
@@ -80,26 +78,8 @@ def _never(state: State) -> bool:
     return False
 
 
-class ObservedTrajectories(LocalTrajectories):
-    """The trajectory store. It also records its contents for the judge."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spans: dict[GroupId, list[tuple[int, int]]] = {}
-        """(tokens, version) of the longest trajectory of every group, in the order sampled."""
-        self.discarded: set[GroupId] = set()
-
-    async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
-        await super().put(group, attempt)
-        longest = group.trajectories[-1] if group.trajectories else Trajectory()
-        self.spans[group.group] = [(stop - start, version) for start, stop, version in longest.spans]
-
-    async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
-        await super().discard(groups, attempt)
-        if attempt is None:  # the whole group, not only the leftovers of one attempt
-            self.discarded |= {*groups}
-            for group in groups:
-                self.spans.pop(group, None)
+class Finding(EngineError):
+    """A simulated run deadlocked, raised an error or, if it is checked, broke a law."""
 
 
 class World:
@@ -110,20 +90,17 @@ class World:
         setting: Setting,
         policies: PolicySet | None = None,
         recorder: RecordWriter | None = None,
-        check: bool = True,
         snapshot_every: int = 0,
         dice: Dice | None = None,
+        store: LocalTrajectories | None = None,
     ) -> None:
-        """`check`: judge every tick, and check every law after it. `dice`: draws durations, lengths and rewards; by
-        default, seeded ones."""
+        """`dice`: draws durations, lengths and rewards; by default, seeded ones. `store`: the trajectory store; by
+        default, a new one."""
         self.setting = setting
-        self.check = check
         self.dice = dice or Dice(setting)
         policies = policies or PolicySet.from_names({})
-        observed = ObservedTrajectories()
-        self.judge = Judge(setting.limits, policies, observed)
-        self.store = observed if check else LocalTrajectories()
-        self.scheduler = Scheduler(setting.limits, policies, observe=self.judge.changed if check else None)
+        self.store = store or LocalTrajectories()
+        self.scheduler = Scheduler(setting.limits, policies)
         self.trainer_busy_s = 0.0
         self.generators: dict[ReplicaId, SimGenerator] = {}
         self._loop = VirtualLoop()
@@ -294,8 +271,8 @@ class World:
             self._loop.call_soon(self._post)  # what waits takes its turn
             with _warnings_off():
                 self._loop.run_forever()
-            if self.check and self._running.done():
-                self.judge.close(self.scheduler.state, self._running.result(), self.setting.prompts)
+            if self._running.done():
+                self._running.result()
         except Deadlock as error:
             raise self._finding(f"liveness: {error}; {self._where()}") from error
         except EngineError as error:
@@ -364,17 +341,6 @@ class World:
         self.watchdog.observe(tick)
         if self.driver.events_handled > self._max_events:
             raise Finding(f"liveness: still running after {self._max_events} events; {self._where()}")
-        if self.check:
-            self._judge(tick)
-
-    def _judge(self, tick: Tick) -> None:
-        self.judge.observe(tick.events, tick.commands)
-        pools = self.scheduler.state.pools
-        for command in tick.commands:
-            if isinstance(command, ScoreBatch | TrainStep):
-                task = command.task if isinstance(command, ScoreBatch) else "train"
-                self.judge.begin_task(pools.sleepers(pools.of(task)), self._idle, command)
-        check_all(self.scheduler.state)
 
     # processes
 
@@ -404,11 +370,3 @@ class World:
         """The replicas that have not died; they may be hung."""
         newest = self.processes.newest.items()
         return {index: process for (kind, index), process in newest if kind == REPLICA and not process.dead}
-
-    def _idle(self, replica: ReplicaId) -> bool:
-        """Whether a replica does nothing in its pool."""
-        generator = self.generators.get(replica)
-        process = self.processes.newest.get((REPLICA, replica))
-        if generator is None or process is None or process.dead:
-            return True
-        return generator.frozen or not (generator.groups or generator.measuring)

@@ -57,7 +57,7 @@ def test_orders_to_repeat_are_in_the_newest_snapshot_and_no_older_frame_is_read(
     limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=12)
     recorder = Recorder(tmp_path / "schedule", Header(run="any", limits=limits.to_plain()))
     setting = Setting(limits=limits, replicas=2, slots=4, prompts=48, seed=3)
-    world = World(setting, None, recorder, check=False, snapshot_every=40)
+    world = World(setting, None, recorder, snapshot_every=40)
     with pytest.raises(EngineError):
         world.run(events=130)
     recorder.close()

@@ -46,12 +46,12 @@ from engine.record.recovery import Recovered, recover
 from engine.runtime.driver import Driver
 from engine.runtime.order_times import NEVER, OrderTimes
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.run_checks import Judge
 from engine.states.limits import Limits
 from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from tests.core.agents import SimReplica, SimStore, SimTrainer, inspection_answer, state_answer
 from tests.core.core_rig import CoreRig
+from tests.judge.run_checks import Judge
 
 AT_REST = "the test wants it to rest"
 

@@ -37,12 +37,12 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.runtime.order_times import NEVER, OrderTimes, OverdueOrder
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.run_ledger import RunLedger
 from engine.states.limits import Limits
 from engine.states.orders import RELATIONS
 from engine.states.replica import Replica
 from engine.states.timeouts import Timeouts
 from tests.core.core_rig import CoreRig
+from tests.judge.run_ledger import RunLedger
 
 Kind = TypeVar("Kind", bound=Command)
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.events import DrainRequested
 from engine.record.frames import Tick
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Setting
 from engine.states.causes import (
     SLOT_CAUSES,
     TASKS,
@@ -17,6 +17,7 @@ from engine.states.causes import (
 )
 from engine.states.limits import Limits, Pool
 from tests.core.added_states import CHECKING, GATING, PROVING
+from tests.judge.judged_world import JudgedWorld
 
 TURNS = (Pool(tasks=("rollout", "train", "old_logprobs"), replicas=(0, 1)),)
 WORLDS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Explained(World):
+class Explained(JudgedWorld):
     """Asks for the causes after each tick, and notes their names."""
 
     def __init__(self, setting: Setting) -> None:

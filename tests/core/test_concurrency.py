@@ -26,6 +26,7 @@ from engine.states.view import ReplicaView, View
 from engine.workers.plan import Rollout
 from tests.core.scripted import Scripted
 from tests.core.test_worlds import ROUGH
+from tests.judge.judged_world import JudgedWorld
 
 ADAPTIVE = PolicySet.from_names({"concurrency": "kv-cache"})
 SHARES = st.floats(0.0, 1.0)
@@ -173,7 +174,7 @@ def test_a_run_with_faults_and_a_small_cache_ends_and_can_be_replayed(seed: int)
         cache_tokens=(1, 30, 100)[seed % 3], tick_size=0,
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="cache", limits=limits.to_plain(), policies=dict(ADAPTIVE.names)))
-    world = World(setting, ADAPTIVE, recorder)
+    world = JudgedWorld(setting, ADAPTIVE, recorder)
     assert world.run().outcome in (("finished",) if not seed % 2 else ("finished", "failed"))
     report = replay(read(recorder))
     assert report.identical, report.divergence
@@ -220,7 +221,7 @@ def seconds(cache_tokens: int, policy: str, steps: int = 8, seed: int = 0) -> fl
         limits=limits, replicas=1, slots=32, prompts=10_000, mean_tokens=100.0, max_tokens=300, train_s=1.0,
         sync_s=0.1, cache_tokens=cache_tokens, seed=seed,
     )  # fmt: skip
-    world = FullWorld(setting, PolicySet.from_names({"concurrency": policy}), check=False)
+    world = FullWorld(setting, PolicySet.from_names({"concurrency": policy}))
     assert world.run().outcome == "finished"
     return world.time
 

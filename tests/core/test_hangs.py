@@ -11,17 +11,18 @@ from engine.commands import Command, StopProcess
 from engine.events import ProcessUp
 from engine.record.frames import Tick
 from engine.simulation.proof import prove
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Setting
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.states.timeouts import SLOW_FLOOR_S, TIMES_FLOOR, TIMES_LONGEST, Timeouts
 from tests.core.added_states import CHECKING
+from tests.judge.judged_world import JudgedWorld
 
 every = Timeouts.every
 
 
-class Seen(World):
+class Seen(JudgedWorld):
     """Counts the commands of a run, and remembers when it ended."""
 
     def __init__(self, setting: Setting) -> None:

@@ -54,7 +54,7 @@ from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.recovery import recover
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Setting
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import (
     RELATIONS,
@@ -74,6 +74,7 @@ from tests.core.adversary import Adversary
 from tests.core.moves import any_limits, any_policies, drawn, generating
 from tests.core.scripted import Scripted
 from tests.core.test_worlds import ROUGH
+from tests.judge.judged_world import JudgedWorld
 
 NEED_NO_ORDER = (
     RunStarted, RunResumed, StopRequested, DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged,
@@ -306,7 +307,7 @@ def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
 # whole runs
 
 
-class Forgetful(World):
+class Forgetful(JudgedWorld):
     """When so many events but timers were handled (`ends`), the scheduler's process ends: orders on their way and
     timers are lost. The next gives the open orders again, `times` times; actors and what they have sent live on."""
 

@@ -30,11 +30,12 @@ from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.recovery import recover
 from engine.record.replayer import replay
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Setting
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import GroupView, View
 from tests.core.scripted import Scripted
 from tests.core.test_scenarios import small
+from tests.judge.judged_world import JudgedWorld
 
 
 @pytest.fixture
@@ -397,7 +398,7 @@ def test_memory_is_replayed_and_kept_over_a_resume(registered: None) -> None:
     chosen = policies.PolicySet.from_names({"filter": "second"})
     recorder = MemoryRecorder(Header(run="memory", limits=limits.to_plain(), policies=dict(chosen.names)))
     faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.05)
-    world = World(Setting(limits=limits, prompts=41, seed=3, faults=faults), chosen, recorder)
+    world = JudgedWorld(Setting(limits=limits, prompts=41, seed=3, faults=faults), chosen, recorder)
     world.run()
     report = replay(read(recorder))
     assert report.divergence is None and report.events == world.driver.events_handled
@@ -438,7 +439,7 @@ def test_a_policy_that_changes_an_event_changes_nothing_of_the_record(registered
     chosen = policies.PolicySet.from_names({"filter": "changing", "admission": "changing"})
     recorder = MemoryRecorder(Header(run="changing", limits=limits.to_plain(), policies=dict(chosen.names)))
     setting = Setting(limits=limits, replicas=1, slots=1, prompts=40, seed=1)
-    assert World(setting, chosen, recorder).run().outcome == "finished"
+    assert JudgedWorld(setting, chosen, recorder).run().outcome == "finished"
     seen.clear()
     assert replay(read(recorder)).divergence is None
 

@@ -30,11 +30,12 @@ from engine.events import (
     StopRequested,
     SyncFailed,
 )
-from engine.simulation.world import Setting, World
+from engine.simulation.world import Setting
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
 from engine.states.timeouts import Timeouts
 from engine.states.validation import Validation, WaitingChunks
 from tests.core.scripted import Scripted
+from tests.judge.judged_world import JudgedWorld
 
 ON_THE_WAY = ValidationLimits(rows=4, rows_per_slot=2, at_start=False, every=1, at_end=False)
 
@@ -498,7 +499,7 @@ def test_a_validation_that_takes_for_ever_delays_nobody_else(own_from: int | Non
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=8, validation=validation,
         timeouts=Timeouts(rows_s=None),
     )  # fmt: skip
-    world = World(Setting(limits=limits, replicas=2, prompts=40, measure_s=1e6, max_tokens=60))
+    world = JudgedWorld(Setting(limits=limits, replicas=2, prompts=40, measure_s=1e6, max_tokens=60))
     assert world.run().outcome == "finished"
     assert len(world.judge.trained_at) == 8
     assert max(world.judge.trained_at.values()) < 1e4

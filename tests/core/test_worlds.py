@@ -17,9 +17,8 @@ from engine.record.frames import Header, Tick
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
-from engine.simulation.run_checks import Finding
 from engine.simulation.simulated_models import SimTrainer
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Finding, Setting
 from engine.states.group import Group
 from engine.states.ledger import Deadlines
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -28,6 +27,7 @@ from engine.states.state import State
 from engine.states.timeouts import KINDS, Timeouts
 from engine.workers.replica import ReplicaWorker
 from tests.core.moves import any_limits, any_policies, drawn, generating
+from tests.judge.judged_world import JudgedWorld
 from tests.shipped_policies import SHIPPED
 
 ROUGH = Faults(
@@ -53,7 +53,7 @@ ENDED_WITH_THE_RUN = {"group", "park", "truncate", "sync", "start", "stop", "tim
 nobody needs, and the other rows of a validation that its last event ended."""
 
 
-class Watched(World):
+class Watched(JudgedWorld):
     """After every tick it lets the scheduler react again, which must order nothing (law of ticks).
 
     `left`: what was open as the run finished, but for what its last event answered.
@@ -146,7 +146,7 @@ def test_a_policy_keeps_every_law_with_ticks_of_one_and_of_many(decision: str, n
     assert outcome.outcome == "finished", outcome
 
 
-def dying_world(seed: int, recorder: MemoryRecorder | None = None) -> World:
+def dying_world(seed: int, recorder: MemoryRecorder | None = None) -> JudgedWorld:
     """In turn with and without checkpoints, batches to train again, scorers of their own, two steps a version."""
     pools = (
         Pool(tasks=("rollout",), replicas=(0, 1, 2)), Pool(tasks=("train", "old_logprobs"), replicas=()),
@@ -159,7 +159,7 @@ def dying_world(seed: int, recorder: MemoryRecorder | None = None) -> World:
         trainer_restarts=6, worker_restarts=6, scoring_tasks=("old_logprobs", "ref_logprobs"),
         pools=pools if seed % 4 else (),
     )  # fmt: skip
-    return World(
+    return JudgedWorld(
         Setting(
             limits=figures, replicas=3, slots=2, prompts=200, seed=seed, faults=DYING, tick_size=(1, 64, 0)[seed % 3]
         ),
@@ -186,9 +186,11 @@ def test_worlds_in_which_every_kind_of_process_dies_keep_every_law_and_end() -> 
     assert seen["finished"] >= 12 and seen["trainer"] >= 12 and seen["scorer"] >= 6, seen
 
 
-def a_world(seed: int, recorder: MemoryRecorder | None = None) -> World:
+def a_world(seed: int, recorder: MemoryRecorder | None = None) -> JudgedWorld:
     figures = Limits(train_batch_size=3, max_staleness_steps=2, max_concurrent_groups=9, max_steps=8, sync_mode="abort")
-    return World(Setting(limits=figures, replicas=3, slots=3, prompts=200, seed=seed, faults=ROUGH), recorder=recorder)
+    return JudgedWorld(
+        Setting(limits=figures, replicas=3, slots=3, prompts=200, seed=seed, faults=ROUGH), recorder=recorder
+    )
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -284,7 +286,7 @@ def test_refuted_variants_are_caught(
     monkeypatch.setattr("engine.scheduling.steps.check_room", lambda state: None)
     monkeypatch.setattr("engine.scheduling.steps.check_batch", lambda *args: None)
     monkeypatch.setattr("engine.scheduling.groups.require", lambda *args, **figures: None)
-    monkeypatch.setattr("engine.simulation.world.check_all", lambda state: None)
+    monkeypatch.setattr("tests.judge.judged_world.check_all", lambda state: None)
     with pytest.raises(EngineError) as caught:
         for world in _worlds_that_are_tight(400):
             world.run()
@@ -296,7 +298,7 @@ def test_worlds_in_which_bounds_bind_keep_every_law() -> None:
         world.run()
 
 
-def _worlds_that_are_tight(count: int) -> Iterator[World]:
+def _worlds_that_are_tight(count: int) -> Iterator[JudgedWorld]:
     """Small worlds in which bounds bind: short steps, rolling installs, deaths."""
     for seed in range(count):
         batch, staleness = 1 + seed % 3, 1 + seed // 3 % 2
@@ -310,7 +312,7 @@ def _worlds_that_are_tight(count: int) -> Iterator[World]:
             limits=figures, replicas=3, slots=2, prompts=40, seed=seed, train_s=5.0, faults=faults,
             tick_size=(1, 64, 0)[seed // 6 % 3],
         )  # fmt: skip
-        yield World(setting, PolicySet.from_names(names))
+        yield JudgedWorld(setting, PolicySet.from_names(names))
 
 
 def test_a_train_step_that_reports_progress_may_take_longer_than_its_limit() -> None:
@@ -319,7 +321,7 @@ def test_a_train_step_that_reports_progress_may_take_longer_than_its_limit() -> 
         timeouts=Timeouts.every(None, train_s=10.0),
     )  # fmt: skip
     setting = Setting(limits=limits, prompts=12, train_s=100.0)
-    ends = [World(replace(setting, train_reports=reports)).run() for reports in (0, 30)]
+    ends = [JudgedWorld(replace(setting, train_reports=reports)).run() for reports in (0, 30)]
     assert [end.outcome for end in ends] == ["failed", "finished"]
     assert "the trainer exceeded its time limit of 10 s" in ends[0].reason
 
@@ -339,5 +341,5 @@ def test_a_spoiled_trainer_is_replaced_and_trains_from_its_checkpoint_again(monk
         train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, max_steps=9, checkpoint_every=4,
         keeps_batches=True,
     )  # fmt: skip
-    assert World(Setting(limits=limits, replicas=2, prompts=40, seed=1)).run().outcome == "finished"
+    assert JudgedWorld(Setting(limits=limits, replicas=2, prompts=40, seed=1)).run().outcome == "finished"
     assert trained == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], "an attempt of step 6 was not answered"

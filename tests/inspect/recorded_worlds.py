@@ -24,7 +24,7 @@ def recorded(
     when `until` holds."""
     header = Header(run=run, limits=limits.to_plain(), policies=PolicySet.from_names({}).names)
     recorder = MemoryRecorder(header) if directory is None else Recorder(directory, header)
-    world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
+    world = World(Setting(limits=limits, **setting), recorder=recorder)
 
     def breaks_off(state: State) -> bool:
         return state.training.steps_trained == steps and state.groups.ledger.running > 0

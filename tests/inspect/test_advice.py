@@ -49,7 +49,7 @@ def run(
     chosen = PolicySet.from_names(policies or {})
     recorder = MemoryRecorder(Header(run="r", limits=limits.to_plain(), policies=dict(chosen.names)))
     made = Setting(limits=limits, **{**QUICK, **setting})
-    world = World(made, chosen, recorder, check=False, dice=SteadyDice(made))
+    world = World(made, chosen, recorder, dice=SteadyDice(made))
     while calls and world.scheduler.state.ending.outcome is None:
         for replica in range(made.replicas):
             world.tell(CallsMeasured(kind="replica", index=replica, life=1, running_s=2.0, **{**CALLS, **calls}))

@@ -31,7 +31,7 @@ def record_world(directory: Path, snapshot_every: int, tick_size: int) -> Path:
         directory / "schedule", Header(run="r", limits=LIMITS.to_plain(), policies=dict(policies.names))
     )
     setting = Setting(limits=LIMITS, seed=2, faults=Faults(die=0.02, fail_group=0.1), tick_size=tick_size)
-    World(setting, policies, recorder, check=False, snapshot_every=snapshot_every).run()
+    World(setting, policies, recorder, snapshot_every=snapshot_every).run()
     recorder.close()
     return directory
 

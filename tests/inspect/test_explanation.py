@@ -47,7 +47,7 @@ def known(limits: Limits, lengths: Callable[[int], int], **setting: Any) -> Hist
     """The history of a run without chance."""
     recorder = MemoryRecorder(Header(run="known", limits=limits.to_plain()))
     made = Setting(limits=limits, **{**QUICK, **setting})
-    World(made, recorder=recorder, check=False, dice=SteadyDice(made, lengths)).run()
+    World(made, recorder=recorder, dice=SteadyDice(made, lengths)).run()
     return read_history(read(recorder))
 
 
@@ -169,7 +169,7 @@ def test_a_step_without_a_batch_waits_for_the_group_at_work_that_is_due_first() 
     limits = Limits(train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4, max_steps=3)
     recorder = MemoryRecorder(Header(run="known", limits=limits.to_plain()))
     made = Setting(limits=limits, **QUICK)
-    world = World(made, recorder=recorder, check=False, dice=SteadyDice(made, lambda group: 50 if group == 6 else 4))
+    world = World(made, recorder=recorder, dice=SteadyDice(made, lambda group: 50 if group == 6 else 4))
     world.run_until(lambda state: state.training.steps_trained == 1)
     world.run_for(20.0)
     world.close()

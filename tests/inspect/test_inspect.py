@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     header = Header(run="r", limits=LIMITS.to_plain(), policies=dict(policies.names))
     recorder = Recorder(directory / "schedule", header)
     faults = Faults(die=0.02, fail_group=0.1, duplicate=0.05)
-    World(Setting(limits=LIMITS, seed=2, faults=faults, tick_size=1), policies, recorder, check=False).run()
+    World(Setting(limits=LIMITS, seed=2, faults=faults, tick_size=1), policies, recorder).run()
     recorder.close()
     return directory
 
@@ -214,7 +214,7 @@ def test_an_empty_record_has_no_event(tmp_path: Path) -> None:
 def test_long_answers_are_cut(tmp_path: Path) -> None:
     limits = Limits(train_batch_size=64, max_staleness_steps=2, max_concurrent_groups=192, max_steps=1)
     recorder = Recorder(tmp_path, Header(run="r", limits=limits.to_plain()))
-    World(Setting(limits=limits, slots=192, replicas=1, prompts=64), None, recorder, check=False).run()
+    World(Setting(limits=limits, slots=192, replicas=1, prompts=64), None, recorder).run()
     recorder.close()
     n = next(t.first for t in read(tmp_path).ticks() if sum(isinstance(c, StartGroup) for c in t.commands) > 40)
     text = str(state_at(read(tmp_path), n))

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from engine.record.frames import Header
 from engine.record.recorder import MemoryRecorder
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Setting
 from engine.states.timeouts import Timeouts
+from tests.judge.judged_world import JudgedWorld
 from tests.modes import definitions
 from tests.modes.course import Course, course_of
 from tests.modes.test_presets import BATCH, CONFIGS, LAYOUTS, SIZES, STREAMS, configured, variants
@@ -39,7 +40,7 @@ def course_in_world(preset: str, times: dict[str, float], *overrides: str, fault
         limits=limits, replicas=config.rollout.replicas, slots=config.rollout.slots, prompts=BATCH * STEPS * 2,
         faults=faults or Faults(), **times,
     )  # fmt: skip
-    outcome = World(setting, config.policies(), recorder).run()
+    outcome = JudgedWorld(setting, config.policies(), recorder).run()
     assert outcome.outcome == "finished" or faults, outcome
     return course_of(recorder)
 

@@ -20,10 +20,11 @@ from engine.events import GroupAborted, ReplicaPaused, WeightsInstalled
 from engine.record.frames import Header
 from engine.record.recorder import MemoryRecorder
 from engine.runtime.prompt_sources import CountedPrompts
-from engine.simulation.world import Setting, World
+from engine.simulation.world import Setting
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.tasks.dataset import Dataset, PromptSource
 from tests.core.scripted import Scripted
+from tests.judge.judged_world import JudgedWorld
 from tests.modes.course import Course, course_of
 
 
@@ -147,7 +148,7 @@ def test_the_end_of_the_data_ends_the_run_with_everything_trained(
         validation=ValidationLimits(rows=4, every=2),
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="end", limits=limits.to_plain()))
-    outcome = World(Setting(limits=limits, prompts=prompts, seed=seed), recorder=recorder).run()
+    outcome = JudgedWorld(Setting(limits=limits, prompts=prompts, seed=seed), recorder=recorder).run()
     assert outcome.outcome == "finished"
     course = course_of(recorder)
     assert sorted(group for taken in course.batches for group in taken) == list(range(prompts))
@@ -170,7 +171,7 @@ def scored_in(layout: Sequence[Sequence[str]], seed: int, train_s: float, steps:
         pools=tuple(Pool(tasks=tuple(tasks), replicas=(0, 1) if "rollout" in tasks else ()) for tasks in layout),
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="scored", limits=limits.to_plain()))
-    world = World(Setting(limits=limits, prompts=100, seed=seed, train_s=train_s), recorder=recorder)
+    world = JudgedWorld(Setting(limits=limits, prompts=100, seed=seed, train_s=train_s), recorder=recorder)
     assert world.run().outcome == "finished"
     return course_of(recorder)
 

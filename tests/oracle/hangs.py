@@ -91,7 +91,7 @@ class HungWorld(World):
         lengths = dice.length
         stuck = script["stuck_group"]
         dice.length = lambda group: STUCK_TOKENS if group == stuck else lengths(group)  # type: ignore[method-assign]
-        super().__init__(setting, check=False, dice=dice)
+        super().__init__(setting, dice=dice)
         self.watch = LimitWatch(self.scheduler)
         if script["over"] == DIES:
             self.after(30.0, lambda: self.process("replica", 0).die())

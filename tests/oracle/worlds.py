@@ -126,7 +126,7 @@ def in_world(
             report.observe(tick)
             super()._observe(tick)
 
-    world = Seen(setting, PolicySet.from_names(named), check=False, dice=dice)
+    world = Seen(setting, PolicySet.from_names(named), dice=dice)
     report.limits, report.policies = setting.limits, dict(world.scheduler.policies.names)
     for when, act in acts:
         world.after(when, lambda act=act: world.driver.outcome is None and act(world))

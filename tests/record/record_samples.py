@@ -113,7 +113,7 @@ def record_run(
     head = Header(run=f"seed-{seed}", limits=limits.to_plain(), policies=dict(policies.names), code="test")
     recorder = MemoryRecorder(head) if directory is None else Recorder(directory, head, **options)
     setting = Setting(limits=limits, replicas=2, slots=4, prompts=60, seed=seed, faults=faults)
-    world = World(setting, policies, recorder, check=False, snapshot_every=snapshot_every)
+    world = World(setting, policies, recorder, snapshot_every=snapshot_every)
     if steps is None:
         world.run()
     else:

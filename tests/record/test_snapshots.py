@@ -54,7 +54,7 @@ def a_world(seed: int, figures: Limits, names: dict[str, str], recorder: MemoryR
         limits=figures, replicas=2 if own_from is None else own_from, slots=3, prompts=30, seed=seed, spread=0.8,
         faults=ROUGH if rough else Faults(), prefix_every_tokens=3,
     )  # fmt: skip
-    return World(setting, PolicySet.from_names(names), recorder, check=False)
+    return World(setting, PolicySet.from_names(names), recorder)
 
 
 @settings(max_examples=12)
@@ -200,7 +200,7 @@ def test_a_snapshot_follows_each_checkpoint_and_the_end() -> None:
 def test_a_snapshot_follows_the_end_of_a_drain() -> None:
     recorder = MemoryRecorder(Header(run="drained", limits=LIMITS.to_plain()))
     setting = Setting(limits=LIMITS, replicas=2, slots=4, prompts=60, seed=3)
-    world = World(setting, None, recorder, check=False, snapshot_every=1 << 40)
+    world = World(setting, None, recorder, snapshot_every=1 << 40)
     assert world.run_until(lambda state: state.training.steps_trained == 3)
     world.tell(DrainRequested(reason="a user asked"))
     assert world.run().outcome == "stopped"

@@ -12,10 +12,11 @@ from engine.commands import Command, FinishRun, TrainStep
 from engine.events import Event, RunResumed, WeightsInstalled
 from engine.ids import GroupId, ReplicaId, StepId, ValidationId, Version
 from engine.policies import DEFAULTS, PolicySet
-from engine.simulation.run_ledger import Finding, RunLedger
 from engine.simulation.simulated_models import row_reward
+from engine.simulation.world import Finding
 from engine.states.limits import Limits
 from engine.states.state import State
+from tests.judge.run_ledger import RunLedger
 
 __all__ = ["Finding", "Judge", "Store"]
 

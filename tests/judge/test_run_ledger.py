@@ -55,11 +55,12 @@ from engine.policies import PolicySet
 from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
-from engine.simulation.run_ledger import Finding, RunLedger
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults, Finding, Setting
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 from tests.core.added_states import CHECKING, GATING
+from tests.judge.judged_world import JudgedWorld
+from tests.judge.run_ledger import RunLedger
 
 Frame = tuple[Event, tuple[Command, ...]]
 Forge = Callable[[list[Frame]], list[Frame]]
@@ -87,7 +88,7 @@ def frames_of(name: str) -> list[Frame]:
     setting = Setting(
         limits=limits, replicas=3, slots=2, prompts=200, seed=seed, prefix_every_tokens=5, faults=FAULTS, tick_size=1
     )
-    world = World(setting, recorder=recorder)
+    world = JudgedWorld(setting, recorder=recorder)
     if name == "drained":
         assert world.run_until(lambda state: state.training.steps_trained == 3)
         world.tell(DrainRequested(reason="enough"))

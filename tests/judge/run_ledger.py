@@ -9,20 +9,16 @@ from typing import Any
 
 from engine import commands as c
 from engine import events as e
-from engine.errors import EngineError
 from engine.ids import NO_VERSION, GroupId
-from engine.simulation.run_books import SLACK_S, RunBooks
+from engine.simulation.world import Finding
 from engine.states.limits import Limits, Pool
+from tests.judge.run_books import SLACK_S, RunBooks
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Seconds that a start waits after a failed one; doubled each time."""
 ROUNDING = 1e-9
 HARMLESS_EVENTS = (e.GroupGenerated, e.GroupAborted, e.PrefixStored, e.OrderProgressed, e.PromptsDrawn)
 """Events that make nothing superfluous."""
-
-
-class Finding(EngineError):
-    """A simulated run broke a law or deadlocked. The message starts with the class of the finding."""
 
 
 def _turn(command: c.Command) -> int:
