@@ -39,8 +39,8 @@ class Watchdog:
         self._spawn = spawn
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = NEVER
-        self._asked: set[str] = set()
-        """The owners of overdue orders that are being asked."""
+        self._asked: dict[str, dict[int, OverdueOrder]] = {}
+        """The overdue orders, by number, of each owner that is being asked."""
 
     def observe(self, tick: Tick) -> None:
         """The scheduler has handled a tick."""
@@ -72,14 +72,16 @@ class Watchdog:
             owner = self._state.process_of(one.order.owner)
             if owner is None or not RELATIONS[type(one.order.command)].blames_process:
                 self._report(one)
-            elif owner.id not in self._asked:  # otherwise its other orders wait for the result
-                self._asked.add(owner.id)
-                self._spawn(self._follow(one, owner))
+            elif owner.id in self._asked:
+                self._asked[owner.id].setdefault(one.order.number, one)
+            else:
+                self._asked[owner.id] = {one.order.number: one}
+                self._spawn(self._follow(owner))
         self._sleep()
 
-    async def _follow(self, one: OverdueOrder, owner: Process) -> None:
-        """Ask the owner of an overdue order what it waits for, then that process, and so on; then report. If one of
-        them ends meanwhile, the order has its full time with the next life."""
+    async def _follow(self, owner: Process) -> None:
+        """Ask the owner of overdue orders what it waits for, then that process, and so on; then report. If one of
+        them ends meanwhile, the orders have their full time with the next life."""
         chain, process = [owner.id], owner
         try:
             while True:
@@ -93,10 +95,13 @@ class Watchdog:
                 if awaited.state != "up" or awaited.id in chain[:-1]:
                     break
                 process = awaited
-            self._report(one, tuple(chain), sign is not None)
+            state = owner.state
+            for one in [*self._asked[owner.id].values()]:
+                if owner.state == state:  # once it is stopped, its other orders end with it
+                    self._report(one, tuple(chain), sign is not None)
         finally:
-            self._asked.discard(owner.id)
-            self.times.mark(one.order, self._now())
+            for one in self._asked.pop(owner.id).values():
+                self.times.mark(one.order, self._now())
             self._sleep()
 
     async def _sign_of(self, process: Process) -> Sign | None:

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.events import BatchScored, Event, OrderOverdue, ProcessLost, ProcessUp
+from engine.commands import EnterState
+from engine.events import BatchScored, Event, OrderOverdue, ProcessLost, ProcessUp, StateLeft
 from engine.record.frames import Tick
 from engine.runtime.process_port import Sign
 from engine.runtime.watchdog import Watchdog
@@ -15,6 +17,7 @@ from engine.states.limits import Pool
 from engine.states.process import Process
 from engine.states.timeouts import Timeouts
 from engine.workers.clock import VirtualLoop
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 
 APART = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
@@ -25,14 +28,18 @@ NEVER = "never"
 class Watched:
     """A run with a scorer that does not answer its order. `waits`: whom each process says that it waits for."""
 
-    def __init__(self, waits: dict[str, str], **timeouts: Any) -> None:
+    def __init__(self, waits: dict[str, str], more: Mapping[str, Any] = {}, **timeouts: Any) -> None:
+        """`more`: limits of the run."""
         self.waits, self.asked = waits, list[str]()
         self.reports: list[OrderOverdue] = []
         self.loop = VirtualLoop()
         self.run = Scripted(
             train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, scoring_tasks=("old_logprobs",),
             timeouts=Timeouts.every(None, **{"score_s": 50.0, "cut_s": 7.0, **timeouts}), pools=APART,
+            **more,
         )  # fmt: skip
+        self.later: Callable[[], None] = lambda: None
+        """What happens a second after the scorer got its order."""
         self.while_asked: Callable[[], None] = lambda: None
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -45,7 +52,9 @@ class Watched:
         self.dog = Watchdog(self.run.state, self.now, self.probe, self.deliver, self.spawn)
         self.run.clock = self.run.state.facts.now
         self.deliver(*(self.run.generated(group) for group in (0, 1)))
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(1.0)
+        self.later()
+        await asyncio.sleep(seconds - 1.0)
         self.dog.close()
 
     def now(self) -> float:
@@ -119,3 +128,19 @@ def test_an_order_that_is_answered_while_its_process_is_asked_is_not_reported() 
     answer = BatchScored(step=0, task="old_logprobs", attempt=1)
     watched.while_asked = lambda: watched.deliver(answer)
     assert watched.after(99.0) == []
+
+
+def test_all_overdue_orders_of_a_process_that_goes_on_are_reported() -> None:
+    """Otherwise each but the first would have its full time again."""
+    watched = Watched({}, {"added_states": (replace(CHECKING, concurrency=3),)}, state_s=50.0)
+
+    def answer_another() -> None:
+        watched.deliver(watched.run.generated(2))
+        order = watched.run.ordered(EnterState)[-1]
+        figures = {"state": "checking", "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+        watched.deliver(StateLeft(group=2, attempt=order.attempt, **figures))
+
+    watched.later = answer_another
+    first, second = watched.after(60.0)
+    assert first.order != second.order and watched.asked == ["added states"]
+    assert [group.infrastructure_failures for group in map(watched.run.state.groups.live.get, (0, 1))] == [1, 1]
