@@ -10,6 +10,7 @@ from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 from engine.states.state import State
+from tests.oracle.worlds import RunReport
 
 LIMITS = Limits(
     train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
@@ -42,3 +43,14 @@ def faulty_record(**options: Any) -> Record:
     """With aborts, failures, filtered groups and lost replicas."""
     faults = Faults(die=0.08, fail_group=0.1)
     return recorded(seed=2, spread=0.7, faults=faults, prefix_every_tokens=5, **options)
+
+
+def record_of(family: Any, number: int) -> Record:
+    """The record of a world of a family of `tests.oracle.worlds`."""
+    report = RunReport()
+    family(number, report)
+    recorder = MemoryRecorder(Header(run="world", limits=report.limits.to_plain(), policies=report.policies))
+    for tick in report.ticks:
+        recorder.write(tick.events, tick.commands)
+    recorder.close()
+    return read(recorder)

@@ -32,13 +32,12 @@ from engine.metrics.history import (
     StepRow,
 )
 from engine.metrics.history_builder import OpenValues
-from engine.record import Header, Record, read
+from engine.record import Header, read
 from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Setting, World
 from engine.states.limits import REWARDING, AddedState, Limits
-from tests.inspect.recorded_worlds import LIMITS, faulty_record
+from tests.inspect.recorded_worlds import LIMITS, faulty_record, record_of
 from tests.oracle import worlds
-from tests.oracle.worlds import RunReport
 
 QUICK: dict[str, Any] = {"replicas": 1, "slots": 8, "prompts": 40, "latency_s": 0.0, "sync_s": 0.25, "train_s": 4.0}
 
@@ -49,15 +48,6 @@ def known(limits: Limits, lengths: Callable[[int], int], **setting: Any) -> Hist
     made = Setting(limits=limits, **{**QUICK, **setting})
     World(made, recorder=recorder, dice=SteadyDice(made, lengths)).run()
     return read_history(read(recorder))
-
-
-def record_of(family: Any, number: int) -> Record:
-    report = RunReport()
-    family(number, report)
-    recorder = MemoryRecorder(Header(run="world", limits=report.limits.to_plain(), policies=report.policies))
-    for tick in report.ticks:
-        recorder.write(tick.events, tick.commands)
-    return read(recorder)
 
 
 def sentences(explanation: Explanation) -> str:

@@ -31,9 +31,8 @@ from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.state import State
 from tests.core.added_states import GATING, PROVING
-from tests.inspect.recorded_worlds import LIMITS, faulty_record, recorded
+from tests.inspect.recorded_worlds import LIMITS, faulty_record, record_of, recorded
 from tests.oracle import worlds
-from tests.oracle.worlds import RunReport
 
 WORLDS = [
     *((worlds.calm, number) for number in (1, 4)),
@@ -44,16 +43,6 @@ WORLDS = [
     *((worlds.wild, number) for number in (2, 4, 6, 7)),
 ]
 """Runs with every fault, request, crash and branch."""
-
-
-def record_of(family: Any, number: int) -> Record:
-    report = RunReport()
-    family(number, report)
-    recorder = MemoryRecorder(Header(run="world", limits=report.limits.to_plain(), policies=report.policies))
-    for tick in report.ticks:
-        recorder.write(tick.events, tick.commands)
-    recorder.close()
-    return read(recorder)
 
 
 def state_after(record: Record) -> State:

@@ -188,17 +188,3 @@ def test_a_scorer_apart_from_the_trainer_scores_every_step(layout: str, seed: in
         assert scored.keys() == {"ref_logprobs", "old_logprobs"}
         assert all(done <= course.training(step).cause for _, done in scored.values())
         assert step == 0 or scored["old_logprobs"][0] >= course.training(step - 1).ended_by
-
-
-def test_the_reference_scores_the_next_batch_before_this_one_is_trained() -> None:
-    """Only where it has a pool of its own: with the trainer's it takes turns with it."""
-    beside = {}
-    for name, layout in LAYOUTS.items():
-        course = scored_in(layout, seed=3, train_s=60.0)
-        beside[name] = [
-            of
-            for ordered, _, of, task in course.scored
-            if task == "ref_logprobs" and of and ordered < course.training(of - 1).ended_by
-        ]
-    assert beside["two halves"] == []
-    assert beside["separate reference"] and beside["all separate"]
