@@ -101,6 +101,8 @@ def ask(address: str, request: bytes) -> socket.socket | None:
 
 def main() -> None:
     raylet = os.getppid()
+    if raylet == 1:  # the node has ended before this worker began
+        return
     (node,) = (argument for argument in sys.argv if argument.startswith(NODE))
     requests = ask(f"\0{node}", json.dumps(request_of(sys.argv[1:])).encode())
     if requests is None:
