@@ -54,6 +54,8 @@ class Supervisor:
         """The newest life of each process that this supervisor has started or refused."""
         self._ending: dict[tuple[Key, LifeNumber], asyncio.Future[object]] = {}
         """The ends of lives that were killed but have not ended yet."""
+        self._reporting: set[tuple[Key, LifeNumber]] = set()
+        """Lives that have ended, and whose loss is reported once it is known what they left."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
@@ -221,7 +223,7 @@ class Supervisor:
     def stop(self, command: StopProcess) -> None:
         """End a life and report it, even if it has ended already."""
         key = (command.kind, command.index)
-        if self._closed or (key, command.life) in self._ending:
+        if self._closed or (key, command.life) in self._ending or (key, command.life) in self._reporting:
             return
         life = self.lives.get(key)
         current = life is not None and life.number == command.life
@@ -348,6 +350,7 @@ class Supervisor:
 
     async def _report(self, key: Key, number: LifeNumber, ended: ProcessEnd, *, final: bool = False) -> None:
         """Report a lost life, after the events that the scheduler needs to start the next one."""
+        self._reporting.add((key, number))
         log.warning("%s is lost (life %d): %s", name_of(*key), number, ended.reason)
         known: dict[str, Any] = {}
         if key[0] == TRAINER:
@@ -356,6 +359,7 @@ class Supervisor:
         # A store reports itself that its disk is full; a restart would not help.
         full = ended.self_reported and key[0] in SERVICES and key[0] != GATEWAY
         reason = f"it can no longer store data: {ended.reason}" if full else ended.reason
+        self._reporting.discard((key, number))
         if not self._closed:
             self._deliver(self._loss(key, number, reason, final=final or full, **known))
 
@@ -417,7 +421,8 @@ class Supervisor:
         await asyncio.gather(*self._tasks, *gone, return_exceptions=True)
 
     async def _end_life(self, life: Life, *, hung: bool = False) -> None:
-        """`_forget`, then wait until the next life may start."""
+        """`_forget`, then wait until the next life may start. The caller reports the loss."""
+        self._reporting.add((life.key, life.number))
         self._forget(life, hung=hung)
         await self._until_gone(life.key)
 

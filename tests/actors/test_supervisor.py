@@ -538,6 +538,27 @@ async def test_the_loss_of_a_trainer_lists_completed_checkpoints_that_it_did_not
     assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].saved == (NEWEST,)
 
 
+@played
+async def test_a_stop_of_a_trainer_that_has_died_waits_for_what_it_left(tmp_path: Path, cluster: RayOfHandles) -> None:
+    """Its last checkpoint may take longer to check than an order may take."""
+    answered = asyncio.Event()
+
+    async def slow() -> int:
+        await answered.wait()
+        return 3
+
+    scene = Scene(tmp_path, cluster)
+    scene.newest = slow
+    await scene.begin(TRAINER, 0, 1)
+    scene.handle("trainer/1").die()
+    await settled()
+    scene.stop(TRAINER, 0, 1)
+    await settled()
+    answered.set()
+    await settled()
+    assert [event.published for event in scene.events if isinstance(event, ProcessLost)] == [3]
+
+
 @pytest.mark.parametrize("how", ["silent", "dead"])
 @played
 async def test_a_weights_store_that_does_not_answer_has_nothing(
