@@ -5,19 +5,22 @@ still, what the limits are and how often they were exceeded is in the state of t
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
-from engine.commands import PauseReplica, StartProcess
+from engine.commands import Command, PauseReplica, StartProcess
 from engine.events import Event, OrderOverdue, ProcessWaits, RunResumed, SchedulerRecovered, SettingChanged
 from engine.scheduling.scheduler import GROUP_EVENTS
 from engine.states.order_times import can_work, could_work, limit_of
-from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, SLACK_S, TOTAL, Order, works_in_order
+from engine.states.orders import FAILURES, RELATIONS, SLACK_S, TOTAL, Order, works_in_order
 from engine.states.state import State
 from engine.states.timeouts import AUTO
 
 TEACH_NOTHING = FAILURES | {ProcessWaits, OrderOverdue}
 """Events that say nothing about how long work takes."""
+CHANGE_NO_PROCESS = frozenset(GROUP_EVENTS)
+"""Events that do not change whether a process can work."""
+CHANGE_PROCESSES = frozenset(command for command, relation in RELATIONS.items() if not relation.stands_still)
+"""Orders with which that may change."""
 LOOKS_IN_LIMIT = 20
 """An order may be found late by its limit, divided by this."""
 SHORTEST_S, LONGEST_S = 0.05, 30.0
@@ -25,6 +28,8 @@ SHORTEST_S, LONGEST_S = 0.05, 30.0
 MOST_LOOKED_AT = 10_000
 """Maximum number of orders that are looked at in a second, unless orders would be found too late."""
 NEVER = float("inf")
+OWN = ("run", 0)
+"""Instead of the kind and index of a process: the one that this runs in."""
 
 
 class OverdueOrder(NamedTuple):
@@ -46,55 +51,55 @@ class OverdueOrder(NamedTuple):
 class OrderTimes:
     """The times of the open orders of one run. A new instance gives every open order its full time.
 
-    The clock is the time of the run, without time in which its process stood still. The work time of a process is the
-    clock without the time in which that process could not work. Of an order, the work time of its process is kept at
-    which it was given, or last got its full time: the time it has taken is the difference.
+    An order has taken the time since it was given, or last got its full time, without the time in which its process
+    could not work or the process of the run stood still.
     """
 
     def __init__(self, state: State) -> None:
-        now = state.facts.now
         self.longest: dict[str, float] = {}
         """The longest time to an answer or to progress that was seen, by kind."""
         self.look_at = NEVER
         """When to look for overdue orders."""
         self._state = state
-        self._awake_at = now
+        self._awake_at = state.facts.now
         """When this was called last."""
-        self._stood_still_s = 0.0
-        """Seconds in which the process of the run seems to have stood still."""
         self._was_late = False
         """Whether the last look came too late to blame anybody."""
-        self._least: dict[str, float] = {}
-        """The smallest limit that an order of each subject can have; subjects without a limit are left out."""
-        self._marks: dict[int, float] = {}
-        """The work time at which each order was given, or last got its full time, by its number."""
-        self._first_unseen = 0
-        """Orders with this number or a higher one were not seen yet."""
-        self._still_s: dict[tuple[str, int], float] = {}
-        """Seconds in which each process could not work, without the present standstill."""
+        self._least: dict[type[Command], float] = {}
+        """The smallest limit that an order of each class can have; classes without a limit are left out."""
+        self._full_at: dict[int, float] = {}
+        """When an order last got its full time, by its number, if not when it was given. `NEVER`: it has not begun."""
+        self._standstills: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        """From when to when each process could not work, as long as an open order may need it. They do not overlap
+        those of the run's own process, `OWN`."""
         self._still_since: dict[tuple[str, int], float] = {}
         """Since when each process that cannot work stands still."""
         self._waiting_pauses: set[int] = set()
         """Pauses that wait for groups to end, and so have not begun."""
         self._use_limits()
-        self._note_standstills(now)
-        self._begin(self._new_orders(), now)
+        self._note_standstills(state.facts.now)
+        for order in state.orders.all():
+            self._begin(order, state.facts.now)
 
     # after each tick
 
-    def note(self, events: Sequence[Event], now: float) -> None:
-        """The scheduler has handled events."""
+    def note(self, events: Sequence[Event], commands: Sequence[Command], now: float) -> None:
+        """The scheduler has handled events as a tick, and answered with commands."""
         self._wake(now)
-        matched = self._state.orders.matched
+        orders = self._state.orders
         for event in events:
-            for order in matched.get(event.id, ()):
+            for order in orders.matched.get(event.id, ()):
                 self._note_matched(event, order, now)
-        new = self._new_orders()
-        if any(type(event) not in GROUP_EVENTS for event in events) or any(not one.stands_still for one in new):
+        given = {*map(type, commands)}
+        for kind in given & self._least.keys():
+            self._look_within(self._least[kind], now)
+        if not CHANGE_NO_PROCESS.issuperset(map(type, events)) or not CHANGE_PROCESSES.isdisjoint(given):
             self._note_standstills(now)
-        self._begin(new, now)
+            for order in orders.all()[-len(commands) :]:
+                if order.at == now:
+                    self._begin(order, now)
         for number in [*self._waiting_pauses]:
-            pause = self._state.orders.by_number.get(number)
+            pause = orders.by_number.get(number)
             if pause is None or could_work(self._state, pause):
                 self._waiting_pauses.discard(number)
                 if pause is not None:
@@ -105,21 +110,23 @@ class OrderTimes:
 
     def _note_matched(self, event: Event, order: Order, now: float) -> None:
         """An event answers an order, or reports that it progresses."""
-        progresses = order.number in self._state.orders.by_number
-        part_of_start = progresses and order.subject == "start"  # teaches nothing about whole starts
-        if type(event) not in TEACH_NOTHING and not part_of_start and order.number in self._marks:
-            self._learn(KINDS_OF_SUBJECTS[order.subject], self.took_s(order, now), now)
+        number, command = order.number, type(order.command)
+        progresses = number in self._state.orders.by_number
+        if command in self._least:
+            began, kind = self._full_at.get(number, order.at), RELATIONS[command].limit
+            part_of_start = progresses and command is StartProcess  # teaches nothing about whole starts
+            if now - began > self.longest.get(kind, -1.0) and type(event) not in TEACH_NOTHING and not part_of_start:
+                self._learn(kind, self._work_s(order, began, now), now)
         if type(event) is ProcessWaits and event.reason:
-            self._marks.pop(order.number, None)  # it begins when there is room
-        elif progresses:
+            self._full_at[number] = NEVER  # it begins when there is room
+            return
+        if progresses:
             self.mark(order, now)
-            truncated = self._state.orders.find("truncate", order.id) if order.subject == "group" else None
-            if truncated is not None:
-                self.mark(truncated, now)  # the same work
-        else:
-            self._marks.pop(order.number, None)
-            following = self._state.orders.first(order.owner) if works_in_order(order.owner) else None
-            if following is not None and following.number > order.number:
+            return
+        self._full_at.pop(number, None)
+        if type(order.owner) is str and works_in_order(order.owner):
+            following = self._state.orders.first(order.owner)
+            if following is not None and following.number > number:
                 self.mark(following, now)  # its process works on it from now on
 
     def _learn(self, kind: str, took_s: float, now: float) -> None:
@@ -130,19 +137,12 @@ class OrderTimes:
             if self.limit_s(kind) != limit_s:  # the first answer shortens the limit of orders that are open
                 self._look_within(self.every_s, now)
 
-    def _new_orders(self) -> list[Order]:
-        orders = self._state.orders
-        found = [*takewhile(lambda order: order.number >= self._first_unseen, reversed(orders.by_number.values()))]
-        self._first_unseen = orders.facts.next_number
-        return found
-
-    def _begin(self, new: Sequence[Order], now: float) -> None:
-        """Orders were given."""
-        for order in new:
-            command = order.command
-            self.mark(order, now + (command.delay_s if isinstance(command, StartProcess) else 0.0))
-            if isinstance(command, PauseReplica) and command.mode == "wait":
-                self._waiting_pauses.add(order.number)
+    def _begin(self, order: Order, now: float) -> None:
+        """An order was given."""
+        command = order.command
+        self.mark(order, now + (command.delay_s if isinstance(command, StartProcess) else 0.0))
+        if isinstance(command, PauseReplica) and command.mode == "wait":
+            self._waiting_pauses.add(order.number)
 
     def _note_standstills(self, now: float) -> None:
         """Processes can work from now on, or cannot."""
@@ -152,30 +152,36 @@ class OrderTimes:
             since, works = self._still_since.get(key), can_work(state, process)
             if works and since is not None:
                 del self._still_since[key]
-                self._still_s[key] = self._still_s.get(key, 0.0) + self._clock(now) - since
+                self._keep_standstill(key, since, now)
                 for order in (order for owner in state.owners_of(process) for order in state.orders.owned(owner)):
-                    if order.number in self._marks:
-                        self._look_within(self._least[order.subject] - self.took_s(order, now), now)
+                    if type(order.command) in self._least:
+                        self._look_within(self._least[type(order.command)] - self.took_s(order, now), now)
             elif not works and since is None:
-                self._still_since[key] = self._clock(now)
+                self._still_since[key] = now
+
+    def _keep_standstill(self, key: tuple[str, int], since: float, until: float) -> None:
+        oldest = next(iter(self._state.orders.by_number.values()), None)
+        kept = [] if oldest is None else [one for one in self._standstills.get(key, ()) if one[1] > oldest.at]
+        self._standstills[key] = [*kept, (since, until)]
 
     def _use_limits(self) -> None:
         """Find the smallest limits anew, because a setting or a longest time has changed."""
         timeouts = self._state.limits.timeouts
-        by_kind = {kind: timeouts.limit(kind, self.longest.get(kind)) for kind in {*KINDS_OF_SUBJECTS.values()}}
+        by_kind = {kind: self.limit_s(kind) for kind in {relation.limit for relation in RELATIONS.values()} if kind}
         self._least = {
-            subject: min(limits)
-            for subject, kind in KINDS_OF_SUBJECTS.items()
-            if (limits := [limit for limit in (by_kind[kind], timeouts.max_s) if limit is not None])
+            command: min(limits)
+            for command, relation in RELATIONS.items()
+            if relation.limit
+            and (limits := [limit for limit in (by_kind[relation.limit], timeouts.max_s) if limit is not None])
         }
 
     # times
 
     def mark(self, order: Order, now: float) -> None:
         """An order has its full time from `now` on."""
-        least_s = self._least.get(order.subject)
+        least_s = self._least.get(type(order.command))
         if least_s is not None:
-            self._marks[order.number] = self._work_time(order, now)
+            self._full_at[order.number] = now
             self._look_within(least_s, now)
 
     def give_full_time(self, now: float) -> None:
@@ -183,27 +189,26 @@ class OrderTimes:
         self.look_at = NEVER
         for order in self._state.orders.all():
             delay_s = order.command.delay_s if isinstance(order.command, StartProcess) else 0.0
-            begins_later = self._marks.get(order.number, 0.0) > self._clock(now)
+            begins_later = self._full_at.get(order.number, order.at) > now
             self.mark(order, now + (delay_s if begins_later else 0.0))
 
     def took_s(self, order: Order, now: float) -> float:
         """Seconds in which the process of an order could work on it since it was given, or last got its full time."""
-        work_s = self._work_time(order, now)
-        return max(0.0, work_s - self._marks.get(order.number, work_s))
+        began = max(self._full_at.get(order.number, order.at), order.since)
+        return max(0.0, self._work_s(order, began, now))
 
     def limit_s(self, kind: str) -> float | None:
         """The limit of an order of a kind that exceeded none before."""
         return self._state.limits.timeouts.limit(kind, self.longest.get(kind))
 
-    def _clock(self, now: float) -> float:
-        return now - self._stood_still_s
-
-    def _work_time(self, order: Order, now: float) -> float:
+    def _work_s(self, order: Order, since: float, now: float) -> float:
+        """Seconds since then in which the process of an order could work."""
+        still = self._standstills.get(OWN, [])
         process = self._state.process_of(order.owner) if order.stands_still else None
-        if process is None:
-            return self._clock(now)
-        key = (process.kind, process.index)
-        return self._still_since.get(key, self._clock(now)) - self._still_s.get(key, 0.0)
+        if process is not None:
+            key = process.kind, process.index
+            still = [*still, *self._standstills.get(key, ()), (self._still_since.get(key, now), now)]
+        return now - since - sum([max(0.0, end - max(begin, since)) for begin, end in still])
 
     # overdue orders
 
@@ -224,7 +229,7 @@ class OrderTimes:
             left_s = min(left_s, left)
         pause_s = min(self.every_s, len(self._state.orders) / MOST_LOOKED_AT)
         self.look_at = now + max(pause_s, SHORTEST_S, left_s)
-        self._marks = {number: mark for number, mark in self._marks.items() if number in self._state.orders.by_number}
+        self._full_at = {number: at for number, at in self._full_at.items() if number in self._state.orders.by_number}
         for one in found:
             self.mark(one.order, now)
         return found
@@ -233,9 +238,9 @@ class OrderTimes:
         """The orders that run towards a limit, each with the one that it reaches first."""
         state, timeouts = self._state, self._state.limits.timeouts
         for order in state.orders.all():
-            if order.overdue or order.subject not in self._least:
+            if order.overdue or type(order.command) not in self._least:
                 continue
-            kind, age_s = KINDS_OF_SUBJECTS[order.subject], now - order.at
+            kind, age_s = RELATIONS[type(order.command)].limit, now - order.at
             limit_s = limit_of(state, order, self.longest) if could_work(state, order) else None
             took_s = self.took_s(order, now)
             if timeouts.max_s is not None and (limit_s is None or timeouts.max_s - age_s < limit_s - took_s):
@@ -247,16 +252,18 @@ class OrderTimes:
     @property
     def every_s(self) -> float:
         """Seconds that a look may be late: longer, and the process of the run stood still."""
-        limits = (
-            self._least[subject] for subject, open in self._state.orders.open.items() if open and subject in self._least
-        )
+        open = self._state.orders.open
+        limits = [limit_s for kind, limit_s in self._least.items() if open[RELATIONS[kind].subject]]
         return min(LONGEST_S, max(SHORTEST_S, min(limits, default=NEVER) / LOOKS_IN_LIMIT))
 
     def _wake(self, now: float) -> bool:
         """Leave out the time in which the process of the run stood still. Returns whether it did: a look is late."""
         late = now > self.look_at and now > self.look_at + self.every_s
-        if late:
-            self._stood_still_s += max(0.0, now - self._awake_at - self.every_s)
+        if late and now > (until := self._awake_at + self.every_s):
+            for key, since in self._still_since.items():
+                self._keep_standstill(key, since, until)
+                self._still_since[key] = now
+            self._keep_standstill(OWN, until, now)
         self._awake_at = now
         return late
 

@@ -44,7 +44,7 @@ class Watchdog:
 
     def observe(self, tick: Tick) -> None:
         """The scheduler has handled a tick."""
-        self.times.note(tick.events, tick.at)
+        self.times.note(tick.events, tick.commands, tick.at)
         self._sleep()
 
     def close(self) -> None:

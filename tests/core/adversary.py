@@ -125,7 +125,7 @@ class Adversary(CoreRig):
         return self.time
 
     def _observe(self, tick: Tick) -> None:
-        self.times.note(tick.events, tick.at)
+        self.times.note(tick.events, tick.commands, tick.at)
         self.judge_tick(tick)
         self.check_tick(tick.events, tick.commands)
 

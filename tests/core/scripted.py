@@ -95,7 +95,7 @@ class Scripted(CoreRig):
         elif isinstance(event, TimerFired):
             self.timers.pop(event.timer, None)
         new = list(self.scheduler.tick((event,)))
-        self.times.note((event,), self.clock)
+        self.times.note((event,), new, self.clock)
         self.ledger.observe((event,), new)
         self.check_tick((event,), new)
         self.commands += new
@@ -117,7 +117,7 @@ class Scripted(CoreRig):
             stamp(event, self.events, self.clock)
             self.events += 1
         new = list(self.scheduler.tick(events))
-        self.times.note(events, self.clock)
+        self.times.note(events, new, self.clock)
         self.ledger.observe(events, new)
         self.check_tick(events, new)
         self.commands += new

@@ -210,7 +210,7 @@ class Session:
         )
 
     def _observe(self, tick: Tick) -> None:
-        self._times.note(tick.events, tick.at)
+        self._times.note(tick.events, tick.commands, tick.at)
 
     def begin(self) -> Orders:
         """Begin the run, or continue the resumed one. Returns the first orders. Call it once, when the trainer has its
