@@ -142,9 +142,10 @@ class IdleTime:
     def measure(self) -> None:
         """Determine the split from the newest tick on."""
         state, fleet = self._state, self._fleet
-        beside = 0 if state.limits.validators() else state.validations.out
+        beside = state.validations.out if state.validations.live and not state.limits.validators() else 0
+        freed = state.replicas.freed if state.groups.finishing else 0
         away, frozen = self._slots_away()
-        busy = state.groups.ledger.running - state.replicas.freed + beside - frozen
+        busy = state.groups.ledger.running - freed + beside - frozen
         in_agents = min(busy, fleet.in_agents)
         busy -= in_agents
         self.trainer = what_the_trainer_does(state)

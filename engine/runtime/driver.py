@@ -49,7 +49,7 @@ REASON_LENGTH = 1000
 """Maximum number of characters of an error in the record."""
 MOST_EVENTS = 64
 """Maximum number of events in a tick."""
-MARKS = (CheckpointSaved, RunResumed, SchedulerRecovered)
+MARKS = frozenset((CheckpointSaved, RunResumed, SchedulerRecovered))
 """After such an event a snapshot follows: a resume or a failover begins there."""
 
 
@@ -264,7 +264,7 @@ class Driver:
             return False
         if self.outcome is not None:  # a run that fails may have no room for one
             return self.outcome.word in ("finished", "drained")
-        return self.events_handled >= self._next_snapshot or any(isinstance(event, MARKS) for event in events)
+        return self.events_handled >= self._next_snapshot or not MARKS.isdisjoint(map(type, events))
 
     def _write_snapshot(self) -> None:
         """Record a snapshot. If the state cannot be encoded, log a warning and take no more snapshots: they only speed

@@ -78,6 +78,8 @@ def end_without_progress(core: Core) -> None:
     state, limits = core.state, core.state.limits
     ending = state.ending
     failed, filtered = ending.failed_in_a_row, ending.filtered_in_a_row
+    if not (failed or filtered or ending.misjudged):
+        return
     if failed >= limits.failures_in_a_row:
         reason = f"{failed} prompt groups in a row have failed; last error: {ending.last_failure}"
         core.state.end_run("failed", reason)

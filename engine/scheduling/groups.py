@@ -5,6 +5,7 @@ through `State`'s operations.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
@@ -33,6 +34,7 @@ from engine.states.limits import GENERATED, QUEUED
 from engine.states.orders import KINDS_OF_SUBJECTS, Order, Owner
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
+from engine.states.replicas import FreeSlots
 from engine.states.timeouts import CUT_SHORT
 from engine.states.view import view_group, view_replica
 
@@ -392,7 +394,7 @@ def _resume_groups(core: Core, freed: Mapping[Owner, EventId]) -> None:
             return
         if group.resumes_from > newest:
             continue
-        replica = _dispatch(core, group, group.resumes_from)
+        replica = _dispatch(core, group, slots, group.resumes_from)
         if replica is None:
             return
         groups.fire(group, "resume")
@@ -410,18 +412,19 @@ def _admit_groups(core: Core, freed: Mapping[Owner, EventId]) -> None:
     """Start new groups, each on a version with a place left (law 3): on the oldest such version or a newer one, because
     places grow with the version."""
     state = core.state
-    groups = state.groups
-    limits = state.limits
-    legal = min(state.capacity, len(groups.waiting))
+    groups, limits = state.groups, state.limits
+    versions, held = [*state.training.steps_in], state.held
+    places = [state.places(version) for version in versions]
+    room = min(limits.max_concurrent_groups - groups.ledger.running, places[-1] - held)
+    legal = min(room, len(groups.waiting))
     if legal <= 0:
         return
     law = f"it must return an integer from 0 to {legal}"
     count = core.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
-    held, places = state.held, {version: state.places(version) for version in state.training.steps_in}
+    slots = state.replicas.start_on()
     for started in range(count):
-        oldest = next((version for version, most_held in places.items() if held + started < most_held), None)
-        group = groups.live[groups.waiting[0]]
-        replica = None if oldest is None else _dispatch(core, group, oldest)
+        oldest, group = versions[bisect_right(places, held + started)], groups.live[groups.waiting[0]]
+        replica = _dispatch(core, group, slots, oldest) if oldest <= slots.newest_version else None
         if replica is None:
             return
         groups.waiting.popleft()
@@ -435,9 +438,8 @@ def _admit_groups(core: Core, freed: Mapping[Owner, EventId]) -> None:
         core.state.orders.add(order)
 
 
-def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
+def _dispatch(core: Core, group: Group, slots: FreeSlots, oldest: Version) -> Replica | None:
     """Take a slot for a group, on the replica that the dispatch policy chooses."""
-    slots = core.state.replicas.start_on()
 
     def unlawful(id: ReplicaId | None) -> str:
         if id is None or slots.version_of(id) >= oldest:

@@ -70,8 +70,12 @@ def begin_processes(core: Core, replicas: int) -> None:
 # events
 
 
+ABOUT_LIVES = (ProcessUp, ProcessLost, ReplicaLeaves, CallsMeasured, CacheMeasured)
+"""Events that may come from a life that has ended, and need no order."""
+
+
 def is_repeated(core: Core, event: Event) -> bool:
-    """Whether an event is about a life that has ended, or repeats what is known."""
+    """Whether an event of `ABOUT_LIVES` is about a life that has ended, or repeats what is known."""
     if isinstance(event, ReplicaLeaves):
         replica = core.state.replicas.by_id.get(event.replica)
         return replica is None or replica.state == "down" or replica.life != event.life

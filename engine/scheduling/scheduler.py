@@ -9,6 +9,7 @@ change the state and give the orders that need no choice. Then the *reactions* d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from engine.commands import Command, FinishRun
@@ -62,7 +63,7 @@ from engine.policies.state_registry import build_state
 from engine.scheduling import departures, ending, groups, lifetimes, processes, steps, time_limits, validation, weights
 from engine.scheduling.core import Core
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.reactions import STARTS_WORK
+from engine.scheduling.reactions import STARTS_WORK, Reaction
 from engine.scheduling.run_resume import on_run_resumed
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
 from engine.scheduling.time_limits import give_all_full_time, note_matched
@@ -189,12 +190,12 @@ def _act_on_timers(core: Core) -> None:
             orders.event = last
 
 
-REACTIONS: Sequence[Callable[[Core], None]] = (
-    _act_on_timers,
-    ending.end_without_progress,
+REACTIONS: Sequence[Reaction] = (
+    Reaction(_act_on_timers, attrgetter("fired")),
+    Reaction(ending.end_without_progress),
     *STARTS_WORK,
-    ending.finish_or_require_progress,
-    groups.order_discards,
+    Reaction(ending.finish_or_require_progress),
+    Reaction(groups.order_discards, attrgetter("discards")),
 )
 """The reactions to the events of a tick, in this order, until the run is over."""
 
@@ -271,7 +272,8 @@ class Scheduler:
         """Match an event against the order book, and handle it. A stale echo changes nothing."""
         state, core = self.state, self._core
         state.facts.now = event.at
-        if processes.is_repeated(core, event) or not state.orders.match(event):
+        repeated = type(event) in processes.ABOUT_LIVES and processes.is_repeated(core, event)
+        if repeated or not state.orders.match(event):
             state.orders.facts.stale_echoes += 1
             return
         note_matched(state, event, state.orders.matched[event.id])
@@ -281,7 +283,9 @@ class Scheduler:
 
     def _react(self) -> None:
         """React to the events of a tick. Each reaction runs until it has nothing more to do."""
-        for react in REACTIONS:
+        for react, needs in REACTIONS:
+            if needs is not None and not needs(self._core):
+                continue
             self.doing = react.__name__.lstrip("_")
             react(self._core)
             if self.state.ending.outcome is not None:

@@ -55,16 +55,15 @@ def _form_next(core: Core) -> bool:
     """Form the next batch. False if none is wanted, or none can be formed."""
     state = core.state
     groups = state.groups
-    if not state.takes_work or not _wants_batch(core):
-        return False
     step = state.training.steps.get(state.training.steps_batched)
-    if step is None or state.all_batched:
+    if not state.takes_work or step is None or state.all_batched:
         return False
     if step.state == "waiting":
+        if not _wants_batch(core):
+            return False
         state.fire_step(step, "collect")
     ready, full = len(groups.ready), state.limits.train_batch_size
-    closing = not groups.ledger.running and not groups.ledger.parked and state.no_more_prompts
-    if not ready or (ready < full and not closing and not step.short):
+    if not ready or (ready < full and not step.short and not _no_group_comes(core)) or not _wants_batch(core):
         return False
     size = min(ready, full)
     chosen = core.decisions.ask(
@@ -73,6 +72,12 @@ def _form_next(core: Core) -> bool:
     if chosen is not None:
         _form_batch(core, step, chosen)
     return chosen is not None
+
+
+def _no_group_comes(core: Core) -> bool:
+    """Whether the ready groups are the last."""
+    ledger = core.state.groups.ledger
+    return not ledger.running and not ledger.parked and core.state.no_more_prompts
 
 
 def _wants_batch(core: Core) -> bool:
@@ -151,7 +156,7 @@ def set_deadline_timer(core: Core) -> None:
     state = core.state
     groups = state.groups
     step = state.training.steps.get(state.training.steps_batched)
-    if not core.decisions.policies.deadline.acts or step is None or step.state != "collecting":
+    if step is None or step.state != "collecting":
         return
     if state.ending.draining:
         return
@@ -296,7 +301,7 @@ def no_step_left(core: Core) -> bool:
         return False
     if state.all_batched:
         return True
-    return state.no_more_prompts and not state.groups.ledger.unconsumed
+    return not state.groups.ledger.unconsumed and state.no_more_prompts
 
 
 # publishing

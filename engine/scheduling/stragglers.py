@@ -31,7 +31,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     They resume on a fast replica, because dispatch avoids the replica they come from."""
     state, replicas = core.state, core.state.replicas
     factor = state.limits.straggler_factor
-    if factor is None or state.ending.draining or (state.groups.waiting and state.capacity):
+    if state.ending.draining or (state.groups.waiting and state.capacity):
         return
     slow = replicas.slow(factor)
     if not slow:

@@ -198,9 +198,9 @@ def what_the_trainer_does(state: State) -> Cause:
         return DRAINING
     if not state.facts.started:
         return STARTING
-    if not any(one.state != "down" and not one.validator for one in state.replicas.by_id.values()):
+    if all([one.state == "down" or one.validator for one in list(state.replicas.by_id.values())]):
         return WAITING_FOR_REPLICAS
-    if state.no_more_prompts and not ledger.unconsumed:
+    if not ledger.unconsumed and state.no_more_prompts:
         return NO_PROMPTS
     return WAITING_FOR_STRAGGLERS if ledger.ready >= state.limits.train_batch_size else WAITING_FOR_GROUPS
 

@@ -125,11 +125,12 @@ class Replicas:
 
     def _count_ended(self) -> dict[ReplicaId, int]:
         """Trajectories of running groups that have ended, by replica."""
-        ended: dict[ReplicaId, int] = {}
+        ended, running, live = dict[ReplicaId, int](), self._orders.open["group"], self._groups.live
         for id in list(self._groups.finishing):
-            replica, group = self.of_group(id), self._groups.live.get(id)
-            if replica is not None and group is not None:
-                ended[replica.id] = ended.get(replica.id, 0) + group.finished
+            order, group = running.get(id), live.get(id)
+            if order is not None and group is not None:
+                replica = int(order.owner)
+                ended[replica] = ended.get(replica, 0) + group.finished
         return ended
 
     @property

@@ -309,7 +309,8 @@ class State:
     @property
     def publishing(self) -> bool:
         """A version is on its way to the store, or is inspected there."""
-        return bool(self.orders.open["publish"]) or self.inspected_version is not None
+        orders = self.orders.open
+        return bool(orders["publish"]) or (bool(orders["inspect"]) and self.inspected_version is not None)
 
     @property
     def inspected_version(self) -> Version | None:
