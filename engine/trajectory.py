@@ -58,6 +58,21 @@ class Prompt:
     source: str = ""
     """The name of its data source in the configuration; empty if there is only one, without a name."""
 
+    def copy(self) -> "Prompt":
+        """A copy with new fields. It shares their values, except dicts and lists."""
+        fields = _copied(dict(self.fields), {}) if self.fields else {}
+        return Prompt(row=self.row, text=self.text, fields=fields, source=self.source)
+
+
+def _copied(value: Any, made: dict[int, Any]) -> Any:
+    """`made`: the copy of each dict and list so far, by its id."""
+    if type(value) not in (dict, list) or id(value) in made:
+        return made.get(id(value), value)
+    copy = made[id(value)] = value.copy()
+    for key, inner in copy.items() if type(copy) is dict else enumerate(copy):
+        copy[key] = _copied(inner, made)
+    return copy
+
 
 RIGHT = 1.0
 """A response is right if its reward, or each of the reward functions that say whether it is right, is at least this."""
@@ -217,7 +232,7 @@ class TrajectoryGroup:
     @property
     def tokens(self) -> int:
         """Response tokens over all trajectories."""
-        return sum(len(t.token_ids) for t in self.trajectories)
+        return sum([len(t.token_ids) for t in self.trajectories])
 
     def versions(self) -> tuple[Version, Version] | None:
         """Oldest and newest version among the tokens; None while there are none."""

@@ -239,12 +239,12 @@ class RunMetrics:
 
     def observe(self, tick: Tick) -> None:
         """Count the events of a tick that the scheduler has decided about, and its commands."""
-        self.idle.at = tick.at
-        self._count(tick.events, tick.at)
+        at = self.idle.at = tick.at
+        self._count(tick.events, at)
         for step in self._steps_finished:
-            self.steps.finished(finished_row(step, self.state.training.latest_version, tick.at))
-            self._finished_at.append(tick.at)
-            self.finished_at = tick.at
+            self.steps.finished(finished_row(step, self.state.training.latest_version, at))
+            self._finished_at.append(at)
+            self.finished_at = at
         self._steps_finished.clear()
         for row in self._validations_ended:
             self._take_validation(row)
@@ -254,7 +254,7 @@ class RunMetrics:
         if not self._ordered.keys().isdisjoint(map(type, tick.commands)):
             for command in tick.commands:
                 if (count := self._ordered.get(type(command))) is not None:
-                    count(command, tick.at)
+                    count(command, at)
         if self._replicas_changed:
             self.idle.replicas_changed()
             self._replicas_changed = False

@@ -153,9 +153,13 @@ class OrderTimes:
             if works and since is not None:
                 del self._still_since[key]
                 self._keep_standstill(key, since, now)
-                for order in (order for owner in state.owners_of(process) for order in state.orders.owned(owner)):
-                    if type(order.command) in self._least:
-                        self._look_within(self._least[type(order.command)] - self.took_s(order, now), now)
+                due = [  # at the earliest, because the time in which it stood still does not count
+                    self._full_at.get(order.number, order.at) + self._least[type(order.command)]
+                    for owner in state.owners_of(process)
+                    for order in state.orders.owned(owner)
+                    if type(order.command) in self._least
+                ]
+                self.look_at = min(self.look_at, max(now, min(due, default=NEVER)))
             elif not works and since is None:
                 self._still_since[key] = now
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,7 +88,7 @@ class TrajectoryService:
         self._thread.abandon()
 
     async def _call(self, operation: Callable[..., Result], *given: Any) -> Result:
-        return await self._thread.call(operation, *given)
+        return await self._thread.run(operation, *given)
 
     async def _write(self, change: Callable[..., object], *given: Any) -> None:
         """Change the store; returns once that is flushed. After a failure it never returns, so that no caller loses an
@@ -98,7 +99,7 @@ class TrajectoryService:
             self._store.flush()
 
         try:
-            await self._thread.call(keep)
+            await self._thread.run(keep)
         except Exception as error:
             if not self._failed.is_set():
                 log.exception("the trajectory store can no longer store data")
@@ -147,42 +148,21 @@ class PackedTrajectories:
         """`store`: has the methods of a `TrajectoryService`. `awaited(process)`: context manager for each call."""
         self._store = store
         self._awaited = awaited
-        self._puts: GatheredCalls[tuple[Packed, asyncio.Future[None]]] = GatheredCalls(self._send)
+        self._puts: GatheredCalls[Packed] = GatheredCalls(partial(self._call, store.put))
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
         with self._awaited(TRAJECTORY_STORE):
             return await method(*given)
 
-    async def _put(self, group: Packed, wait_s: float = 0.0) -> None:
-        """Return once the call with this group has been answered. It may wait for other groups. Raises the exception of
-        the call."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._puts.add((group, done), wait_s)
-        await done
-
-    async def _send(self, puts: Sequence[tuple[Packed, "asyncio.Future[None]"]]) -> None:
-        error: Exception | None = None
-        try:
-            with self._awaited(TRAJECTORY_STORE):
-                await self._store.put([group for group, _ in puts])
-        except Exception as raised:
-            error = raised
-        for _, done in puts:
-            if done.done():
-                continue
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
     async def put(self, group: TrajectoryGroup, attempt: int, *, urgent: bool = True) -> None:
-        await self._put((group.group, attempt, pack_group(group), False), 0.0 if urgent else WAIT_S)
+        """Return once the group is stored. If it is not urgent, it waits for other groups."""
+        await self._puts.add((group.group, attempt, pack_group(group), False), 0.0 if urgent else WAIT_S)
 
     async def grow(self, growth: Growth, attempt: int) -> None:
         if growth.group.tokens * LARGEST_TOKEN_BYTES > MAX_GROUP_BYTES:  # appended parts must not exceed the limit
             await self.put(growth.group, attempt)
             return
-        await self._put((growth.group.group, attempt, pack_growth(growth), True))
+        await self._puts.add((growth.group.group, attempt, pack_growth(growth), True))
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
         await self._call(self._store.replace, group.group, attempt, pack_group(group))

@@ -59,11 +59,11 @@ WAIT_S = 0.01
 
 
 class GatheredCalls(Generic[Item]):
-    """Gathers items and sends them in order, one call at a time. `send(items)` must not raise."""
+    """Gathers items and sends them in order, one call at a time, with `send(items)`."""
 
     def __init__(self, send: Callable[[list[Item]], Awaitable[None]]) -> None:
         self._send = send
-        self._items: list[Item] = []
+        self._items: list[tuple[Item, asyncio.Future[None]]] = []
         self._due = inf
         """Time on the loop's clock at which an item wants to be sent."""
         self._earliest = 0.0
@@ -74,11 +74,15 @@ class GatheredCalls(Generic[Item]):
         self._task: asyncio.Task[None] | None = None
         """The open call."""
 
-    def add(self, item: Item, wait_s: float = 0.0) -> None:
-        """Send an item with the next call, which begins within `wait_s` if none is open."""
-        self._items.append(item)
-        self._due = min(self._due, asyncio.get_running_loop().time() + wait_s)
+    def add(self, item: Item, wait_s: float = 0.0) -> "asyncio.Future[None]":
+        """Send an item with the next call, which begins within `wait_s` if none is open. The future completes as that
+        call does."""
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        self._items.append((item, done))
+        self._due = min(self._due, loop.time() + wait_s)
         self._begin()
+        return done
 
     def _begin(self) -> None:
         if self._task is not None or not self._items:
@@ -94,14 +98,20 @@ class GatheredCalls(Generic[Item]):
         self._task = asyncio.get_running_loop().create_task(self._call())
 
     async def _call(self) -> None:
-        items, self._items = self._items[:MAX_ITEMS], self._items[MAX_ITEMS:]
+        taken, self._items = self._items[:MAX_ITEMS], self._items[MAX_ITEMS:]
         self._due = 0.0 if self._items else inf
+        error: Exception | None = None
         try:
-            await self._send(items)
+            await self._send([item for item, _ in taken])
+        except Exception as raised:
+            error = raised
         finally:
             self._task = None
             self._earliest = asyncio.get_running_loop().time() + GATHER_S
             self._begin()
+        for _, done in taken:
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(error)
 
 
 class InOrder(Generic[Item]):

@@ -8,7 +8,7 @@ about the same subject doubles.
 from collections.abc import Iterable
 from typing import Any
 
-from engine.commands import InspectStep, ParkGroup, PauseReplica, ScoreBatch, StageWeights
+from engine.commands import EnterState, InspectStep, ParkGroup, PauseReplica, ScoreBatch, StageWeights
 from engine.events import Event, OrderOverdue, SchedulerRecovered
 from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica
@@ -49,7 +49,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
                 if truncated is not None:
                     give_full_time(state, truncated)  # the same work
             continue
-        if order.subject in ("state", "inspect") and (process := state.process_of(order.owner)) is not None:
+        if type(order.command) in (EnterState, InspectStep) and (process := state.process_of(order.owner)) is not None:
             process.answered_at = state.facts.now
         if type(event) in FAILURES or type(order.command) in PREPARES:
             continue

@@ -161,7 +161,7 @@ class SimGenerator:
         if sampling.timer is not None:
             sampling.timer.cancel()
             sampling.timer = None
-        self._sample(sampling)
+        self._sample(sampling, _now())
         if sampling.cut or sampling.finished == SAMPLES:
             if not sampling.done.done():
                 sampling.done.set_result(None)
@@ -205,9 +205,8 @@ class SimGenerator:
         held = sum(sampling.progress * sampling.running for sampling in self.groups.values())
         return held / self._setting.cache_tokens
 
-    def _sample(self, sampling: Sampling) -> None:
+    def _sample(self, sampling: Sampling, now: float) -> None:
         """Sample the tokens up to the present."""
-        now = _now()
         if now == sampling.since:
             return
         if not (self.frozen or sampling.stuck):
@@ -274,8 +273,9 @@ class SimGenerator:
 
     def sample_all(self) -> None:
         """Sample the tokens of every group up to the present, before the weights or the pace change."""
+        now = _now()
         for sampling in self.groups.values():
-            self._sample(sampling)
+            self._sample(sampling, now)
 
     async def abort(self, groups: Sequence[GroupId]) -> None:
         self._cut(groups, "abort")
@@ -287,7 +287,7 @@ class SimGenerator:
         for group in groups:
             sampling = self.groups.get(group)
             if sampling is not None:
-                self._sample(sampling)
+                self._sample(sampling, _now())
                 sampling.cut = sampling.cut or how
                 self._count(sampling)
                 self._continue(sampling)

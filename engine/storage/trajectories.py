@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from engine.errors import EngineError
 from engine.ids import GroupId, StepId
 from engine.storage.prefixes import Growth
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.trajectory import TrajectoryGroup
 
 # -- scores of a group -------------------------------------------------------------------------------------------------
 
@@ -206,23 +206,7 @@ class TrajectoryStore(Generic[Payload]):
 def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
     """A copy of a group with new trajectories, lists and prompt fields."""
     trajectories = [t.copy() for t in group.trajectories]
-    return TrajectoryGroup(group=group.group, prompt=copy_prompt(group.prompt), trajectories=trajectories)
-
-
-def copy_prompt(prompt: Prompt) -> Prompt:
-    """A copy of a prompt with new fields. It shares their values, except dicts and lists."""
-    fields = _copied(dict(prompt.fields), {}) if prompt.fields else {}
-    return Prompt(row=prompt.row, text=prompt.text, fields=fields, source=prompt.source)
-
-
-def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """`made`: the copy of each dict and list so far, by its id."""
-    if type(value) not in (dict, list) or id(value) in made:
-        return made.get(id(value), value)
-    copy = made[id(value)] = value.copy()
-    for key, inner in copy.items() if type(copy) is dict else enumerate(copy):
-        copy[key] = _copied(inner, made)
-    return copy
+    return TrajectoryGroup(group=group.group, prompt=group.prompt.copy(), trajectories=trajectories)
 
 
 def size_of(group: TrajectoryGroup) -> int:

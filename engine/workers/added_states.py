@@ -22,7 +22,7 @@ from engine.protocols import Batch, Closable, Fallible, PublishedWeights
 from engine.protocols.user_code import awaited
 from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING
 from engine.states.process import ADDED_STATES
-from engine.storage.trajectories import copy_group, copy_prompt
+from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
@@ -175,7 +175,7 @@ class StateWorker(Worker):
         """Store a group without trajectories: what a replica needs of it is its prompt."""
         kept = await self.peers.trajectories.partial(command.group)
         if kept is None or kept.trajectories:
-            kept = TrajectoryGroup(group=command.group, prompt=copy_prompt(prompt), trajectories=[])
+            kept = TrajectoryGroup(group=command.group, prompt=prompt.copy(), trajectories=[])
         group = await self._worked(command, kept)
         contained(check_prepared, command.state, kept, group)
         if self._wanted(command):  # canceled from here on, it would be in the store after it was discarded

@@ -58,7 +58,7 @@ def check_generated(
     if problem:
         raise EngineError(f"generate() returned {problem}", group=work.group)
     group.group = work.group  # an equal number of another class, such as numpy's, is none that the record has
-    count = sum(not getattr(trajectory, "continues", False) for trajectory in group.trajectories)
+    count = sum([not getattr(trajectory, "continues", False) for trajectory in group.trajectories])
     if count != work.samples and not (generated.aborted and count < work.samples):
         raise EngineError(f"generate() returned {count} trajectories, not the {work.samples} asked for")
     kept = generated.oldest_version
@@ -72,8 +72,8 @@ def check_generated(
         problem = _numbers_problem(trajectory, rewarded=rewarded and not generated.aborted)
         if problem:
             raise _fault(DataFailure, work, index, problem)
-    for index in range(len(group.trajectories)):
-        problem = segment_problem(group.trajectories, index)
+    for index, trajectory in enumerate(group.trajectories):
+        problem = segment_problem(group.trajectories, index) if trajectory.continues else ""
         if problem:
             raise _fault(EngineError, work, index, problem)
 
@@ -292,7 +292,7 @@ def _is_seen(value: Any) -> bool:
 
 def reward_figures(group: TrajectoryGroup) -> tuple[int, float, float]:
     """Number of rollouts with tokens to train on, and the mean and spread of their rewards; 0 if there are none."""
-    rewards = [float(r[0].reward or 0.0) for r in group.rollouts if any(1 in t.loss_mask for t in r)]
+    rewards = [float(r[0].reward or 0.0) for r in group.rollouts if any([1 in t.loss_mask for t in r])]
     if not rewards:
         return 0, 0.0, 0.0
     return len(rewards), sum(rewards) / len(rewards), max(rewards) - min(rewards)

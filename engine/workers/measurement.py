@@ -18,7 +18,6 @@ from engine.events import NO_ANSWER, Event, OrderProgressed, RowsFailed, RowsMea
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
 from engine.protocols.user_code import awaited
-from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.group_reports import judged_problem
 from engine.workers.plan import Answer, Plan, Rollout
@@ -161,7 +160,7 @@ class Measurements:
         progressed = from_any_thread(partial(self._take_progress, measurement))
         works = [
             GroupWork(
-                group=group, attempt=order.attempt, prompt=copy_prompt(prompt), samples=1, held_out=True,
+                group=group, attempt=order.attempt, prompt=prompt.copy(), samples=1, held_out=True,
                 validation_set=held_out.rows[row].set, progress=progressed,
             )
             for group, prompt, row in zip(measurement.groups, prompts, rows, strict=True)

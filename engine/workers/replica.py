@@ -28,7 +28,6 @@ from engine.protocols.user_code import awaited
 from engine.states.limits import QUEUED
 from engine.states.process import REPLICA
 from engine.storage.prefixes import Growth, growth_of
-from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.cache_reports import CacheReports
 from engine.workers.call_reports import CallReports
@@ -259,7 +258,7 @@ class ReplicaWorker(Worker):
         work = GroupWork(
             group=command.group,
             attempt=command.attempt,
-            prompt=copy_prompt(prompt),
+            prompt=prompt.copy(),
             samples=self.plan.samples,
             partial=partial,
             truncate=truncate,

@@ -46,7 +46,7 @@ class CallHangs(Exception):
 
 class OneThread:
     """A thread for calls that must not overlap; they run in the order of arrival. It starts with the first call that
-    needs it."""
+    needs it. Use `run` where no function can be a coroutine function, otherwise `call` throughout."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,11 +60,12 @@ class OneThread:
         async with self._turn:
             if inspect.iscoroutinefunction(function):
                 if self._thread is not None:
-                    await self._on_the_thread(_nothing)  # a call that its caller abandoned may still run there
+                    await self.run(_nothing)  # a call that its caller abandoned may still run there
                 return await awaited(function, *args, **kwargs)
-            return await self._on_the_thread(function, *args, **kwargs)
+            return await self.run(function, *args, **kwargs)
 
-    async def _on_the_thread(self, function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
+    async def run(self, function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
+        """The result of a plain function, `contained` on the thread."""
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualLoop):
             return contained(function, *args, **kwargs)
@@ -110,7 +111,7 @@ class OneThread:
     async def close(self) -> None:
         """Return once all earlier calls have ended."""
         if self._thread is not None:
-            await self._on_the_thread(_nothing)
+            await self.run(_nothing)
             self.abandon()
 
     def abandon(self) -> None:
