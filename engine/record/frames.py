@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgpack
 from msgspec import Meta, Struct, field
 
-from engine.commands import AnyCommand, Command
+from engine.commands import AnyCommand
 from engine.events import Event
 from engine.ids import EventId
 from engine.record.codec import (
@@ -133,11 +133,6 @@ def decode_header(data: bytes) -> Header:
     if unknown:
         raise CodecError(f"unknown logic flag {unknown[0]!r}; use the engine version that wrote the record")
     return header
-
-
-def encode_tick(number: int, events: Sequence[Event], commands: Sequence[Command]) -> bytes:
-    """Raises: as `pack`."""
-    return pack(Tick(number, tuple(events), tuple(commands)))
 
 
 def encode_rejected(number: int, events: Sequence[Event], reason: str) -> bytes:

@@ -14,9 +14,9 @@ from engine.commands import Command, FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RecordNotBegun
 from engine.events import Event
 from engine.ids import EventId
-from engine.record.codec import CodecError
+from engine.record.codec import CodecError, pack
 from engine.record.files import RecordLock
-from engine.record.frames import SCHEDULE, Header, encode_header, encode_rejected, encode_snapshot, encode_tick
+from engine.record.frames import SCHEDULE, Header, Tick, encode_header, encode_rejected, encode_snapshot
 from engine.record.segment_log import SegmentFile, SegmentWriter, Torn, frame, has_segments, preamble
 
 SEGMENT_BYTES = 64 << 20
@@ -50,11 +50,13 @@ class RecordWriter:
     next_event = 0
     newest_snapshot: SnapshotMark | None = None
 
-    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """Append a tick."""
-        self.append(encode_tick(self.next_tick, self._expected(events), commands))
+    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> Tick:
+        """Append a tick, and return it."""
+        tick = Tick(self.next_tick, tuple(self._expected(events)), tuple(commands))
+        self.append(pack(tick))
         self.next_tick += 1
         self.next_event += len(events)
+        return tick
 
     def reject(self, events: Sequence[Event], reason: str) -> None:
         """Append a tick that the scheduler could not handle."""
@@ -128,11 +130,11 @@ class Recorder(RecordWriter):
         """(bytes of the record that the operating system has, bytes in memory). May be read from any thread."""
         return self.log.progress
 
-    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        super().write(events, commands)
+    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> Tick:
         for command in commands:
             self._syncs |= isinstance(command, SaveCheckpoint)
             self._ends |= isinstance(command, FinishRun)
+        return super().write(events, commands)
 
     def flush(self) -> None:
         if self._ends:
@@ -166,7 +168,8 @@ class MemoryRecorder(RecordWriter):
 class NullRecorder(RecordWriter):
     """Keeps nothing."""
 
-    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None: ...
+    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> Tick:
+        return Tick(self.next_tick, tuple(events), tuple(commands))
 
     def reject(self, events: Sequence[Event], reason: str) -> None: ...
 

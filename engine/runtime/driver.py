@@ -249,8 +249,7 @@ class Driver:
         if not events:
             return ()  # the run had ended before
         self.events_handled += len(events)
-        tick = Tick(self.recorder.next_tick, events, commands)
-        self.recorder.write(events, commands)
+        tick = self.recorder.write(events, commands)
         if self.observe is not None:
             self.observe(tick)
         if commands and isinstance(commands[-1], FinishRun):

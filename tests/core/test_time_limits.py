@@ -823,6 +823,22 @@ def test_a_standstill_after_a_look_at_orders_with_longer_limits_blames_nobody() 
     assert run.running() and not cut_or_stopped(run.look())
 
 
+def test_a_standstill_of_the_run_while_a_replica_pauses_counts_once() -> None:
+    run = small(every(None, group_s=100.0))
+    syncs(run)
+    run.install(pause=False)
+    assert run.state.replicas.by_id[0].state == "pausing"
+    taken = time_taken_by(run, "group", 2)
+    run.clock += 500.0
+    assert taken > 0.0 and not cut_or_stopped(run.look()), "all of it is a standstill of the replica"
+    place = {"replica": 0, "life": 1, "attempt": run.state.replicas.by_id[0].sync_attempt}
+    run.tell(ReplicaPaused(**place))
+    run.tell(WeightsInstalled(**place, version=1))
+    assert time_taken_by(run, "group", 2) == taken
+    assert not cut_or_stopped(wait(run, run.clock + 99.0 - taken))
+    assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["ParkGroup", "ParkGroup"], "2 and 3, which ran before"
+
+
 def test_a_process_of_the_run_that_is_often_late_still_finds_what_hangs() -> None:
     run = small(every(None, group_s=100.0))
     for _ in range(60):

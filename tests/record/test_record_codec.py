@@ -18,7 +18,7 @@ from engine.errors import EngineError
 from engine.events import EVENTS, Event, GroupGenerated, RowsMeasured, RunStarted, StopRequested, stamp
 from engine.record import CodecError
 from engine.record.codec import CHECKED_FROM_BYTES, event_of, pack, unpack_events
-from engine.record.frames import Tick, decode_frame, decode_header, encode_rejected, encode_tick
+from engine.record.frames import Tick, decode_frame, decode_header, encode_rejected
 
 GENERATED = GroupGenerated(
     group=7, attempt=1, replica=0, life=1, tokens=30, oldest_version=2, newest_version=3, trainable=4,
@@ -50,7 +50,7 @@ TICKS = st.builds(
 @given(events=TICKS, answer=st.lists(st.tuples(commands, st.integers(0, 3)), max_size=5), number=st.integers(0, 2**62))
 def test_ticks_come_back(events: tuple[Event, ...], answer: list[tuple[Command, int]], number: int) -> None:
     orders = tuple(replace(command, cause=events[place % len(events)].id) for command, place in answer)
-    tick = decode_frame(encode_tick(number, events, orders))
+    tick = decode_frame(pack(Tick(number, events, orders)))
     assert tick == Tick(number, events, orders)
     assert list(map(type, (*tick.events, *tick.commands))) == list(map(type, (*events, *orders)))
 
@@ -111,11 +111,11 @@ def test_values_that_no_record_holds_make_no_event(item: Event, said: str) -> No
 
 def test_a_command_names_an_event_of_its_tick_as_cause() -> None:
     with pytest.raises(CodecError, match="StartGroup has cause 9, but must have an event of its tick as its cause"):
-        decode_frame(encode_tick(4, (event(4),), (START,)))
+        decode_frame(pack(Tick(4, (event(4),), (START,))))
     with pytest.raises(CodecError, match="an id from 0"):
-        decode_frame(encode_tick(0, (RunStarted(),), ()))
+        decode_frame(pack(Tick(0, (RunStarted(),), ())))
     with pytest.raises(CodecError, match="one time and consecutive ids, but one has id 6"):
-        decode_frame(encode_tick(0, (event(4), event(6)), ()))
+        decode_frame(pack(Tick(0, (event(4), event(6)), ())))
 
 
 def packed(*plain: object) -> bytes:
@@ -157,7 +157,7 @@ def test_wrong_values_are_no_event(case: str) -> None:
         decode_frame(packed(1, 0, [plain], [], 127))
 
 
-VALID = [encode_tick(9, (GENERATED,), (START, TRAIN)), encode_rejected(9, (GENERATED,), "InvariantViolated: law 1")]
+VALID = [pack(Tick(9, (GENERATED,), (START, TRAIN))), encode_rejected(9, (GENERATED,), "InvariantViolated: law 1")]
 
 
 def survive(data: bytes) -> None:
