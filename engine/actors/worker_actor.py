@@ -90,8 +90,13 @@ Report = Callable[[int, bytes, Figures], Awaitable[None]]
 """(sequence, events, figures): returns once the events are recorded."""
 
 
-NOT_AWAITED = (OrderDone, OrderProgressed, PrefixStored, WeightsStaged, CallsMeasured, CacheMeasured)
-"""Events that nobody waits for."""
+FIGURE_WAIT_S = 0.1
+"""Seconds that an event may wait for others if hardly anything follows from it."""
+WAITS_S: Mapping[type[Event], float] = {
+    **dict.fromkeys((OrderProgressed, PrefixStored, WeightsStaged), WAIT_S),
+    **dict.fromkeys((OrderDone, CallsMeasured, CacheMeasured), FIGURE_WAIT_S),
+}
+"""How long events that nobody waits for may wait for others, by class."""
 
 
 class Outbox:
@@ -108,7 +113,7 @@ class Outbox:
         self._failed = False
 
     def add(self, event: Event) -> None:
-        self._calls.add(event, WAIT_S if isinstance(event, NOT_AWAITED) else 0.0)
+        self._calls.add(event, WAITS_S.get(type(event), 0.0))
 
     def add_figures(self, step: StepId, figures: Mapping[str, Any]) -> None:
         """Send the trainer's metrics with the next event, before it."""

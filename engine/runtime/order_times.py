@@ -95,7 +95,7 @@ class OrderTimes:
             self._look_within(self._least[kind], now)
         if not CHANGE_NO_PROCESS.issuperset(map(type, events)) or not CHANGE_PROCESSES.isdisjoint(given):
             self._note_standstills(now)
-            for order in orders.all()[-len(commands) :]:
+            for order in orders.all()[-len(commands) :] if commands else ():
                 if order.at == now:
                     self._begin(order, now)
         for number in [*self._waiting_pauses]:

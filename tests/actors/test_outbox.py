@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.actors.worker_actor import Inbox, Outbox
-from engine.events import Event, OrderProgressed, StepFailed, StepTrained
+from engine.actors.worker_actor import FIGURE_WAIT_S, Inbox, Outbox
+from engine.events import Event, OrderDone, OrderProgressed, StepFailed, StepTrained
 from engine.record.codec import unpack_events
 from engine.runtime.wire import GATHER_S, WAIT_S, GatheredCalls, Message
 from engine.workers.clock import VirtualLoop
@@ -77,6 +77,7 @@ def test_an_event_that_nobody_awaits_leaves_with_the_next_other_one_or_after_a_w
     async def scene() -> None:
         outbox = Outbox(report, pytest.fail)
         patient, trained = OrderProgressed(order=1, finished=2), StepTrained(step=1, attempt=1)
+        done = OrderDone(orders=(1,))
         outbox.add(patient)
         await asyncio.sleep(WAIT_S / 2)
         outbox.add(patient)
@@ -88,6 +89,14 @@ def test_an_event_that_nobody_awaits_leaves_with_the_next_other_one_or_after_a_w
         assert len(sent) == 1
         await asyncio.sleep(WAIT_S)
         assert sent[1:] == [[patient]]
+        outbox.add(done)
+        await asyncio.sleep(FIGURE_WAIT_S / 2)
+        outbox.add(patient)
+        await asyncio.sleep(2 * WAIT_S)
+        assert sent[2:] == [[done, patient]], "nothing follows from the acknowledgment"
+        outbox.add(done)
+        await asyncio.sleep(2 * FIGURE_WAIT_S)
+        assert sent[3:] == [[done]]
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(scene())
