@@ -98,15 +98,15 @@ class OrderTimes:
             for order in orders.all()[-len(commands) :] if commands else ():
                 if order.at == now:
                     self._begin(order, now)
+            if _gives_full_time(events[-1]):  # such an event is a tick of its own
+                self._use_limits()
+                self.give_full_time(now)
         for number in [*self._waiting_pauses]:
             pause = orders.by_number.get(number)
             if pause is None or could_work(self._state, pause):
                 self._waiting_pauses.discard(number)
                 if pause is not None:
                     self.mark(pause, now)
-        if _gives_full_time(events[-1]):  # such an event is a tick of its own
-            self._use_limits()
-            self.give_full_time(now)
 
     def _note_matched(self, event: Event, order: Order, now: float) -> None:
         """An event answers an order, or reports that it progresses."""
