@@ -207,7 +207,9 @@ def test_logits_are_what_a_head_and_its_entropy_hold_at_a_time(bf16: bool) -> No
     hidden, targets = torch.randn(256, 16, requires_grad=True), torch.zeros(256, dtype=torch.int64)
     for coefficient in (0.1, 0.0):
         with profile(profile_memory=True) as measured:
-            chosen, entropies = policy._of_hidden(hidden, targets, model.lm_head, coefficient > 0)
+            chosen, entropies = policy._of_hidden(
+                hidden, targets, model.lm_head, lambda: model.lm_head.weight, coefficient > 0
+            )
             (chosen.sum() + entropies.sum()).backward()
         changes = [event.nbytes() for event in measured.kineto_results.events() if event.name() == "[memory]"]
         given = config(trainer={"micro_batch_tokens": 256, "entropy_coef": coefficient})

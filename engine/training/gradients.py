@@ -24,6 +24,7 @@ from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Sam
 from engine.training.device import choose_attention
 from engine.training.diagnostics import Diagnostics, note_gaps
 from engine.training.expert_routes import Routers
+from engine.training.head_gradient import shared_weight
 from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.masters import Masters
@@ -129,9 +130,12 @@ class Policy:
             hidden = micro.predictors(body(**micro.inputs(), use_cache=False).last_hidden_state)
         size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))
         if len(hidden) <= size:
-            return TokenLogprobs(*self._of_hidden(hidden, micro.targets, head, entropy))
+            return TokenLogprobs(*self._of_hidden(hidden, micro.targets, head, lambda: head.weight, entropy))
+        weight = shared_weight(head.weight)
         parts = [
-            checkpoint(self._of_hidden, part, targets, head, entropy, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                self._of_hidden, part, targets, head, weight, entropy, use_reentrant=False, preserve_rng_state=False
+            )
             for part, targets in zip(hidden.split(size), micro.targets.split(size), strict=True)
         ]
         chosen, entropies = zip(*parts, strict=True)
@@ -146,14 +150,19 @@ class Policy:
         for parameter in self._reached or self.trained:
             parameter.grad = torch.zeros_like(parameter)
 
-    def _of_hidden(self, hidden: Tensor, targets: Tensor, head: Any, entropy: bool) -> tuple[Tensor, Tensor]:
+    def _of_hidden(
+        self, hidden: Tensor, targets: Tensor, head: Any, weight: Callable[[], Tensor], entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`weight`: gives the head's, for these tokens."""
         fp32 = self.settings.fp32_head and isinstance(head, torch.nn.Linear)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not fp32):
             if fp32:
                 bias = None if head.bias is None else head.bias.float()
-                logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+                logits = torch.nn.functional.linear(hidden.float(), weight().float(), bias)
+            elif isinstance(head, torch.nn.Linear):
+                logits = torch.nn.functional.linear(hidden, weight(), head.bias)
             else:
-                logits = head(hidden)
+                logits = head(hidden, weight())
         return self._of_logits(logits, targets, entropy)
 
     def _of_logits(self, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -251,15 +260,17 @@ class OwnHead:
         """Of the linear head. [vocabulary, hidden]"""
         return self._linear.weight
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, vocabulary]: the model's own forward pass, with these as its body's result."""
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[tokens, hidden] to [tokens, vocabulary]: the model's own forward pass, with these as its body's result and
+        this weight in its linear head."""
         output = BaseModelOutputWithPast(last_hidden_state=hidden[None])
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         self._body.forward = lambda *_, **__: output
+        self._linear.forward = lambda given: torch.nn.functional.linear(given, weight, self._linear.bias)
         try:
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            del self._body.forward  # that of its class is there again
+            del self._body.forward, self._linear.forward  # those of their classes are there again
         return logits
 
 
@@ -273,8 +284,9 @@ def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits[0]
         hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0]
-        for head in (linear, OwnHead(model, body, linear)):
-            if torch.allclose(whole.float(), head(hidden).float(), rtol=1e-4, atol=1e-5):
+        own = OwnHead(model, body, linear)
+        for head, logits in ((linear, linear(hidden)), (own, own(hidden, linear.weight))):
+            if torch.allclose(whole.float(), logits.float(), rtol=1e-4, atol=1e-5):
                 return body, head
     return None
 

@@ -167,14 +167,15 @@ class ModelTrainer:
                 policy.examine()
 
     def move(self, to: Move) -> None:
-        """Move models, masters and moments, and release the freed memory."""
+        """Move models, masters and moments, and release the freed memory. A fused optimizer needs its step counts where
+        the moments are."""
         for policy in (self.policy, self.reference):
             if isinstance(policy, Policy):
                 policy.move(to)
         if not self.policy.masters.on_host:
             for values in self.optimizer.state.values():
                 for name, value in values.items():
-                    if isinstance(value, Tensor) and value.dim():  # step counts stay where they are
+                    if isinstance(value, Tensor) and (value.dim() or self.optimizer.defaults["fused"]):
                         values[name] = to(value)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

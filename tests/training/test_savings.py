@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,32 @@ def test_logits_a_few_tokens_at_a_time_have_the_same_gradient(
     assert max(rows) == 5
     for one, other in zip(scored, trainer.policy.score(samples), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_the_gradient_of_a_bfloat16_head_is_as_exact_in_many_parts_as_in_one(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 37 parts. Sums in bfloat16 would be rounded after each."""
+    torch.manual_seed(1)
+    trainer = ModelTrainer(model_path, TrainerSettings(bf16="on", device="cpu"))
+    head = trainer.model.get_output_embeddings()
+    assert head.weight.dtype == torch.bfloat16
+    hidden, targets = torch.randn(37 * 5, head.in_features), torch.arange(37 * 5) % head.out_features
+    exact = torch.autograd.functional.jacobian(
+        lambda weight: -(hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum(), head.weight.float()
+    )
+
+    def error(rows: int) -> float:
+        monkeypatch.setattr(gradients, "LOGIT_BYTES", rows * 4 * head.out_features)
+        micro = SimpleNamespace(inputs=dict, predictors=lambda states: states, targets=targets)
+        states = SimpleNamespace(last_hidden_state=hidden.bfloat16())
+        monkeypatch.setattr(trainer.policy, "_parts", (lambda **given: states, head))
+        (-trainer.policy._logprobs(micro, False).chosen.sum()).backward()
+        [master] = [trainer.policy.masters.of(head.weight)]
+        found, master.grad = master.grad, None
+        return float((found - exact).norm() / exact.norm())
+
+    assert error(5) <= 1.2 * error(37 * 5)
 
 
 def test_checkpointed_activations_have_the_same_gradient(model_path: str, group: Make, as_batch: MakeBatch) -> None:

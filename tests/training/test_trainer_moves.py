@@ -48,6 +48,22 @@ def test_a_trainer_that_was_moved_takes_the_same_steps(model_path: str, batch: M
     train_and_move(batch, model_path=model_path, settings=TrainerSettings(**SETTINGS, bf16=bf16))
 
 
+@pytest.mark.parametrize("bf16", ["off", "on"])
+def test_whatever_a_step_reads_moves_with_a_trainer_that_loaded_its_checkpoint_on_the_host(
+    model_path: str, batch: MakeBatch, tmp_path: Path, bf16: str
+) -> None:
+    """A fused optimizer refuses a step count that is on another device than the moments."""
+    settings = TrainerSettings(**SETTINGS, bf16=bf16)
+    first, resumed = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
+    first.train(batch(0))
+    first.save(str(tmp_path / "step-1"), 1)
+    resumed.load(str(tmp_path / "step-1"))
+    there: list[torch.Tensor] = []
+    resumed.move(lambda tensor: there.append(tensor.clone()) or there[-1])  # type: ignore[func-returns-value]
+    read = {id(value) for values in resumed.optimizer.state.values() for value in values.values()}
+    assert read and read <= {id(tensor) for tensor in there}
+
+
 def test_a_rank_that_was_moved_takes_the_same_steps(model_path: str, batch: MakeBatch, sharded: Ranks) -> None:
     """Embeddings, final norm and head are in no layer, and belong to FSDP's root."""
     train_and_move(batch, model_path=model_path, settings=TrainerSettings(**SETTINGS), ranks=sharded)
