@@ -4,6 +4,7 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from engine.config import Config, check_config, load_config, parse_config
 from engine.config.check import check_backend, check_gpus
-from engine.config.hardware import gpu_count
 from engine.config.loading import expected, fields
 from engine.config.paths import PATHS
 from engine.errors import ConfigError
+from engine.hardware import gpu_count, why_no_kernels
 from engine.states.limits import Limits
 from engine.training.trainer_settings import Mask
 
@@ -610,6 +611,24 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
     assert gpu_count(tmp_path) == 2
     (tmp_path / "dxg").touch()
     assert gpu_count(tmp_path) is None
+
+
+def test_what_gpu_programs_need_to_compile_kernels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton fails minutes later otherwise; the shared memory of a container is 64 MB unless one asks for more."""
+    monkeypatch.delenv("CC", raising=False)
+    assert why_no_kernels() is None
+    monkeypatch.setattr("engine.hardware.LEAST_SHARED_BYTES", 1 << 60)
+    has, fix = why_no_kernels(tmp_path) or ("", "")
+    assert " has " in has and has.endswith(" MB") and "--shm-size" in fix
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert why_no_kernels() == (f"{tmp_path} has no Python.h", ANY)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_no_kernels() == ("this machine has no C compiler (gcc)", ANY)
+    config = parse_config({**MADE, "trainer": {"compile": True}})
+    with pytest.raises(ConfigError, match=r"trainer\.compile .*no C compiler \(gcc\); install gcc"):
+        check_gpus(config, 1)
+    check_gpus(config, 0)
+    check_gpus(parse_config(MADE), 1)
 
 
 def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

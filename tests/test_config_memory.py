@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch.autograd.profiler import profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.config.hardware import gpu_memory_gb, smallest_memory_gb
 from engine.config.inputs import check_inputs, known_directory, object_store_bytes
 from engine.config.loading import parse_config
 from engine.config.memory import (
@@ -34,6 +33,7 @@ from engine.config.memory import (
 from engine.config.model_description import tensor_shapes
 from engine.config.trainer import adapter_numbers
 from engine.errors import ConfigError
+from engine.hardware import gpu_memory_gb, smallest_memory_gb
 from engine.tasks.tokenizer import save_character_tokenizer
 from engine.training.device import checkpoints_activations as checkpoints_on
 from engine.training.gradients import Policy

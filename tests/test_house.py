@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("house")  # one process reads the sources
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
 TYPES = {"ids", "errors", "trajectory", "reward_histogram", "input_identity", "gpu_request"}
-BOTTOM = {*TYPES, "protocols", "section"}
+BOTTOM = {*TYPES, "protocols", "section", "hardware"}
 EVENTS = {*TYPES, "events", "commands"}
 STATES = {*EVENTS, "states"}
 POLICIES = {*STATES, "policies"}
@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "reward_histogram": set(),
     "input_identity": {"ids", "errors"},
     "gpu_request": set(),
+    "hardware": set(),
     "protocols": BOTTOM,
     "extras": BOTTOM,
     "version": BOTTOM,
@@ -70,14 +71,14 @@ ALLOWED: dict[str, set[str]] = {
     "environments": {*BOTTOM, "tasks"},
     "rollout": {*BOTTOM, *WORK, "extras"},
     "gateway": {*BOTTOM, "rollout", "control"},  # agents' calls become requests to a replica
-    "config": {*SCHEDULING, "protocols", "section", *WORK, "extras"},
+    "config": {*SCHEDULING, *BOTTOM, *WORK, "extras"},
     # the loop, and what surrounds it
     "runtime": RUNTIME,
     "simulation": {*RUNTIME, "runtime"},
     "plans": {*RUNTIME, *WORK, "runtime"},
-    "actors": {*RUNTIME, *WORK, "runtime", "plans"},
+    "actors": {*RUNTIME, *BOTTOM, *WORK, "runtime", "plans"},
     # the wiring
-    "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect", "extras"},
+    "cli": {*RUNTIME, *BOTTOM, *WORK, "runtime", "plans", "simulation", "actors", "inspect", "extras"},
     "testing": {*RUNTIME, "runtime", "simulation"},
     "api": {*RUNTIME, *WORK, "runtime", "cli", "extras"},
     "__init__": {*POLICIES, "api", "runtime", "environments", "version"},

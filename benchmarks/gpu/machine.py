@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config.hardware import memory_bytes
+from engine.hardware import memory_bytes
 from gpu.bench import Bench, Figures
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from ray._private import ray_constants
 
 from engine.actors.cluster import initialize_ray
 from engine.actors.launcher_watch import reload_token, separate_sessions
-from engine.config.hardware import object_store_limit
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.proxies import exempt_own_servers
 from engine.errors import ConfigError
+from engine.hardware import object_store_limit
 from engine.runtime.temporary_paths import VARIABLES, shorten_temporary_paths
 
 NICENESS = "RAY_worker_niceness"

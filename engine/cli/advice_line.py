@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.config.hardware import gpu_count
 from engine.errors import EngineError
+from engine.hardware import gpu_count
 
 MOST_RECORD_BYTES = 1 << 20
 """Reading a larger record would delay the end of a run by more than a few seconds."""

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from engine.config.custom_classes import check_custom_classes, custom_lines
 from engine.config.deterministic import remarks
 from engine.config.gpus import divide_gpus, needs_of
-from engine.config.hardware import gpu_count
 from engine.config.model_description import describes_experts, files_of
 from engine.config.paths import paths_in
 from engine.config.pools import layout, surprises
 from engine.config.reports import missing_package
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
+from engine.hardware import gpu_count, why_no_kernels
 from engine.protocols.named_code import NO_LOCAL, Local
-from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args
+from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, head_args
 from engine.states.limits import Limits
 from engine.tasks.hub_files import HUB, names_commit
 from engine.training.custom_functions import is_custom
@@ -27,6 +27,7 @@ def _check_vllm(config: Config) -> None:
         law, fix = "the vLLM installed here is built for CPUs", "use rollout.transport_backend: gloo"
         raise ConfigError("rollout.transport_backend", "nccl", law, fix)
     check_engine_args(config.rollout.engine_args)
+    head_args(config.trainer_settings.fp32_head, config.rollout.engine_args)
     if config.trainer.router_replay and built_for_cpu():
         law = "vLLM for CPUs does not say which experts sampled a token"
         raise ConfigError("trainer.router_replay", True, law, "use rollout.backend: torch, a GPU, or false")
@@ -105,6 +106,8 @@ def check_gpus(config: Config, gpus: int | None) -> None:
         raise ConfigError("trainer.nodes", config.trainer.nodes, law, "use 1, or join a cluster (cluster.address)")
     if gpus is None:
         return
+    if gpus:
+        _require_compiler(config)
     devices = {"trainer.device": config.trainer.device}
     if config.rollout.backend == "torch" or config.rollout.custom:
         devices["rollout.device"] = config.rollout.device
@@ -116,6 +119,19 @@ def check_gpus(config: Config, gpus: int | None) -> None:
         kind, _, number = device.partition(":")
         if kind == "cuda" and int(number or 0) >= gpus:
             raise ConfigError(field, device, law, "use auto, or join a cluster that has it (cluster.address)")
+
+
+def _require_compiler(config: Config) -> None:
+    """Raises: ConfigError if GPU kernels will be compiled here and cannot be."""
+    compiled: dict[str, object] = {}
+    if config.rollout.backend == "vllm" and not built_for_cpu():
+        compiled["rollout.backend"] = "vllm"
+    if config.trainer.compile and config.trainer.device != "cpu":
+        compiled["trainer.compile"] = True
+    problem = why_no_kernels() if compiled else None
+    if problem is not None:
+        field, value = next(iter(compiled.items()))
+        raise ConfigError(field, value, f"compiles kernels when it starts, and {problem[0]}", problem[1])
 
 
 def gpu_notes(config: Config, gpus: int | None, vllm_for_cpu: bool) -> Sequence[str]:

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config.hardware import memory_bytes, object_store_limit
 from engine.config.memory import Model, computed_bytes, memory_lines, on_gpu, published_bytes
 from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.reward_functions import reward_of_section, reward_of_set
@@ -19,6 +18,7 @@ from engine.config.schema import Config
 from engine.config.trainer import adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.errors import ConfigError, counted
 from engine.extras import missing_package
+from engine.hardware import memory_bytes, object_store_limit
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.tasks.answers import answer_of
 from engine.tasks.quickstart import MadeModel

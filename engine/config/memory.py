@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.gpus import GpuDivision, divide_gpus, needs_of
-from engine.config.hardware import gpu_count, gpu_memory_gb, memory_bytes
 from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
 from engine.errors import ConfigError
+from engine.hardware import gpu_count, gpu_memory_gb, memory_bytes
 from engine.rollout.vllm.engine_args import MEMORY_SHARE, built_for_cpu, memory_args, workers_of
 from engine.training.lora import Lora
 from engine.training.named_tensors import Shapes
@@ -166,6 +166,8 @@ def trainer_memory(model: Model, config: Config, reference: Model | None = None)
     kept = model.layers * model.kept_by_a_layer(number)
     if checkpoints_activations(config):
         kept = model.layers * model.hidden * number + model.kept_by_a_layer(number)
+    if number < 4 and 4 * t.micro_batch_tokens * model.vocabulary > LOGIT_BYTES:
+        held["gradient of the head"] = 4.0 * model.vocabulary * model.hidden
     return {
         **held,
         "activations": float(t.micro_batch_tokens * kept),

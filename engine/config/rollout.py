@@ -138,6 +138,8 @@ class RolloutSection(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed to vLLM's AsyncEngineArgs, for example tensor_parallel_size."
     )
+    """vLLM takes its model runner V2 wherever Triton works; the variable `VLLM_USE_V2_MODEL_RUNNER=0` chooses V1. The
+    log of a replica names the runner."""
     heartbeat_s: float = Field(
         10.0,
         ge=0,

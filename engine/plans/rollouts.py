@@ -8,10 +8,12 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.config import Config
 from engine.config.episodes import parser_of, settings_of
+from engine.config.model_description import describes_experts
 from engine.config.pools import rewarding
 from engine.config.prompts import renderer_of, stop_ids_of, text_ends_of
 from engine.control.proxies import exempt_own_servers
@@ -33,7 +35,7 @@ from engine.rollout.agents.program_generator import ProgramGenerator
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.generator import TRAINING, ModelGenerator, Way
 from engine.rollout.scoring import Grader
-from engine.rollout.vllm.engine_args import memory_args
+from engine.rollout.vllm.engine_args import head_args, memory_args, warmup_args
 from engine.runtime.process_port import source_of
 from engine.states.process import REPLICA
 from engine.tasks.rewards import load_coroutine
@@ -201,6 +203,7 @@ def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout
         deterministic=r.deterministic,
         lora=config.trainer_settings.lora,
         notes_routes=config.trainer_settings.router_replay,
+        fp32_head=config.trainer_settings.fp32_head,
     )
 
 
@@ -229,9 +232,11 @@ def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutB
 
 
 def vllm_args(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """The user's engine arguments, and the memory of a replica that shares a GPU."""
-    given = config.rollout.engine_args
-    return {**memory_args(inputs.gpu_part, given), **given}
+    """The user's engine arguments, the memory of a replica that shares a GPU, what vLLM compiles at its start, and the
+    type of the trainer's logits."""
+    given, dense = config.rollout.engine_args, not describes_experts(Path(inputs.model))
+    changed = {**warmup_args(dense, given), **head_args(config.trainer_settings.fp32_head, given)}
+    return {**memory_args(inputs.gpu_part, given), **given, **changed}
 
 
 def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

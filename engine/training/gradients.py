@@ -154,15 +154,11 @@ class Policy:
         self, hidden: Tensor, targets: Tensor, head: Any, weight: Callable[[], Tensor], entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """`weight`: gives the head's, for these tokens."""
-        fp32 = self.settings.fp32_head and isinstance(head, torch.nn.Linear)
+        fp32, own = self.settings.fp32_head, weight()
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not fp32):
             if fp32:
-                bias = None if head.bias is None else head.bias.float()
-                logits = torch.nn.functional.linear(hidden.float(), weight().float(), bias)
-            elif isinstance(head, torch.nn.Linear):
-                logits = torch.nn.functional.linear(hidden, weight(), head.bias)
-            else:
-                logits = head(hidden, weight())
+                hidden, own = hidden.float(), own.float()
+            logits = head(hidden, own) if isinstance(head, OwnHead) else _applied(head, hidden, own)
         return self._of_logits(logits, targets, entropy)
 
     def _of_logits(self, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -203,6 +199,9 @@ def _examine(
 ) -> tuple[tuple[Callable[..., Any], Any] | None, Packing, Routers | None]:
     with torch.compiler.set_stance("force_eager"):
         parts = body_and_head(model)
+        if parts is None and settings.fp32_head:
+            law = f"{type(model).__name__} makes its logits in another way than by a linear head"
+            raise ConfigError("trainer.fp32_head", True, law, "use false")
         routers = Routers(model) if settings.router_replay else None
         return parts, packing_for(model, settings), routers
 
@@ -266,12 +265,18 @@ class OwnHead:
         output = BaseModelOutputWithPast(last_hidden_state=hidden[None])
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         self._body.forward = lambda *_, **__: output
-        self._linear.forward = lambda given: torch.nn.functional.linear(given, weight, self._linear.bias)
+        self._linear.forward = lambda given: _applied(self._linear, given, weight)
         try:
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
             del self._body.forward, self._linear.forward  # those of their classes are there again
         return logits
+
+
+def _applied(linear: torch.nn.Linear, hidden: Tensor, weight: Tensor) -> Tensor:
+    """What a linear layer makes of its input with this weight, in the weight's type."""
+    bias = None if linear.bias is None else linear.bias.to(weight.dtype)
+    return torch.nn.functional.linear(hidden, weight, bias)
 
 
 def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
@@ -284,10 +289,11 @@ def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits[0]
         hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        if torch.allclose(whole.float(), linear(hidden).float(), rtol=1e-4, atol=1e-5):
+            return body, linear
         own = OwnHead(model, body, linear)
-        for head, logits in ((linear, linear(hidden)), (own, own(hidden, linear.weight))):
-            if torch.allclose(whole.float(), logits.float(), rtol=1e-4, atol=1e-5):
-                return body, head
+        if torch.allclose(whole.float(), own(hidden, linear.weight).float(), rtol=1e-4, atol=1e-5):
+            return body, own
     return None
 
 

@@ -131,7 +131,8 @@ def join_ranks(job: Any, link: Connection) -> Any:
     device = device_named(job.settings.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = store_of(job, link)
-    dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count, device_id=bound)
     shards = job.on_node if job.settings.hybrid_sharding else 0
     return Sharded(device, cpu_offload=job.settings.cpu_offload, shards=shards, on_host=job.in_turns)
 

@@ -257,8 +257,9 @@ class StepChoices(Section):
     )
     """A trainer alone takes `auto` as the type in the model's `config.json`. The trained weights stay float32."""
     fp32_head: bool = Field(
-        False, description="With bf16: compute logits in float32. No effect on models that scale or cap their logits."
+        False, description="With bf16: compute logits in float32, in the trainer and in the samplers of the run."
     )
+    """vLLM gets `hf_overrides: {head_dtype: float32}`. Servers of the `openai` backend must be started with it."""
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto",
         description="Keep only the layers' inputs for the backward pass: less memory, a third more time; auto: on "

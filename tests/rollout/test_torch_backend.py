@@ -159,6 +159,18 @@ def test_permuted_rows_of_a_decode_batch_get_the_same_bits(family: str, dtype: t
         assert torch.equal(decode(order, first), plain[order])
 
 
+@torch.inference_mode()
+def test_logits_of_a_bfloat16_model_are_computed_in_float32_if_the_trainer_does() -> None:
+    built = build("qwen2").to(torch.bfloat16)
+    model = CausalModel(built, rows=4, context=20, device="cpu", fixed_shapes=False, fp32_head=True)
+    seen: list[torch.Tensor] = []
+    built.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    logits = model.decode(torch.tensor([1]), torch.tensor([0]), 1)
+    assert torch.equal(
+        logits, (seen[0][0, -1:].float() @ built.get_output_embeddings().weight.float().T).view_as(logits)
+    )
+
+
 def test_deterministic_bits_do_not_depend_on_how_many_rows_there_are() -> None:
     requests = [
         SampleRequest(id=str(n), prompt_ids=PROMPTS[n % 8], params=SamplingParams(max_tokens=8), seed=n)

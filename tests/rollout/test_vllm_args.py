@@ -15,7 +15,13 @@ from engine.gpu_request import GpuRequest
 from engine.ids import ReplicaId
 from engine.plans.rollouts import vllm_args
 from engine.plans.run_inputs import Inputs
-from engine.rollout.vllm.engine_args import STREAM_INTERVAL, all_engine_args, memory_args, prepare_environment
+from engine.rollout.vllm.engine_args import (
+    STREAM_INTERVAL,
+    all_engine_args,
+    memory_args,
+    prepare_environment,
+    warmup_args,
+)
 from engine.states.limits import Limits
 from engine.workers.plan import Plan, Rollout
 
@@ -37,8 +43,33 @@ def test_memory_that_the_user_has_set_stays(tmp_path: Path) -> None:
     shares = replace(Inputs("model", (), None, None, "prompt"), gpu_part=0.5)
     rollout = {"backend": "vllm", "engine_args": {"max_model_len": 64}}
     config = parse_config({"run": {"dir": str(tmp_path)}, "model": {"make": "arithmetic"}, "rollout": rollout})
-    assert vllm_args(config, shares) == {"gpu_memory_utilization": 0.46, "max_model_len": 64}
-    assert vllm_args(config, replace(shares, gpu_part=1.0)) == {"max_model_len": 64}
+    start = {"kernel_config": {"enable_jit_warmup": False}}
+    assert vllm_args(config, shares) == {"gpu_memory_utilization": 0.46, "max_model_len": 64, **start}
+    assert vllm_args(config, replace(shares, gpu_part=1.0)) == {"max_model_len": 64, **start}
+
+
+def test_vllm_computes_logits_in_the_type_of_the_trainer(tmp_path: Path) -> None:
+    def given(fp32: bool, **engine_args: Any) -> Any:
+        rollout = {"backend": "vllm", "engine_args": engine_args}
+        sections = {"run": {"dir": str(tmp_path)}, "model": {"make": "arithmetic"}, "rollout": rollout}
+        config = parse_config({**sections, "trainer": {"fp32_head": fp32}})
+        arguments = vllm_args(config, Inputs("model", (), None, None, "prompt"))
+        del arguments["kernel_config"]
+        return arguments
+
+    assert given(False) == {}
+    own = {"rope_theta": 1e6}
+    assert given(True, hf_overrides=own) == {"hf_overrides": {**own, "head_dtype": "float32"}}
+    assert given(True, hf_overrides={"head_dtype": "float32"}) == {"hf_overrides": {"head_dtype": "float32"}}
+    for fp32, asked in ((False, "float32"), (True, "model")):
+        with pytest.raises(ConfigError, match=r"hf_overrides\.head_dtype .*must be that of the trainer.*fp32_head"):
+            given(fp32, hf_overrides={"head_dtype": asked})
+
+
+def test_vllm_compiles_no_kernel_at_its_start_that_a_dense_model_does_not_use() -> None:
+    assert warmup_args(True, {}) == {"kernel_config": {"enable_jit_warmup": False}}
+    assert warmup_args(True, {"kernel_config": {"enable_jit_warmup": True}})["kernel_config"]["enable_jit_warmup"]
+    assert warmup_args(False, {}) == {}, "it has experts"
 
 
 def test_a_forward_pass_takes_all_rows_and_long_prompts() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaForCausalLM
 
+from engine.errors import ConfigError
 from engine.protocols import Batch
 from engine.training import gradients
 from engine.training.advantages import set_advantages
@@ -183,6 +184,28 @@ def test_models_that_scale_or_cap_logits_compute_those_of_trained_tokens(
         assert torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("capping", [None, 0.5])
+def test_logits_in_float32_are_those_of_the_float32_head(
+    tmp_path: Path, group: Make, as_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, capping: float | None
+) -> None:
+    """Of a plain head and of one whose model caps its logits."""
+    torch.manual_seed(3)
+    config = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=capping)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    trainer = ModelTrainer(str(tmp_path), TrainerSettings(bf16="on", fp32_head=True, device="cpu"))
+    found: list[torch.Tensor] = []
+    original = Policy._of_logits
+
+    def noted(policy: Policy, logits: torch.Tensor, *given: Any) -> Any:
+        found.append(logits)
+        return original(policy, logits, *given)
+
+    monkeypatch.setattr(Policy, "_of_logits", noted)
+    trainer.policy.score(prepared(trainer, mixed(group, as_batch)))
+    assert {logits.dtype for logits in found} == {torch.float32}
+    assert any(not torch.equal(logits, logits.bfloat16().float()) for logits in found)
+
+
 class Shifted(LlamaForCausalLM):
     """Its logits are not those of its head alone, nor of a forward pass without the tokens."""
 
@@ -193,7 +216,10 @@ class Shifted(LlamaForCausalLM):
 
 
 def test_a_model_that_makes_its_logits_in_another_way_is_asked_for_them(model_path: str) -> None:
-    assert body_and_head(Shifted.from_pretrained(model_path).eval()) is None
+    shifted = Shifted.from_pretrained(model_path).eval()
+    assert body_and_head(shifted) is None
+    with pytest.raises(ConfigError, match=r"trainer\.fp32_head .*Shifted makes its logits in another way"):
+        Policy(shifted, TrainerSettings(bf16="on", fp32_head=True), torch.device("cpu"), True)
     found = body_and_head(AutoModelForCausalLM.from_pretrained(model_path))
     assert found is not None and isinstance(found[1], torch.nn.Linear)
 

@@ -49,7 +49,7 @@ def test_a_trainer_that_was_moved_takes_the_same_steps(model_path: str, batch: M
 
 
 @pytest.mark.parametrize("bf16", ["off", "on"])
-def test_whatever_a_step_reads_moves_with_a_trainer_that_loaded_its_checkpoint_on_the_host(
+def test_step_counts_move_with_a_trainer_that_loaded_its_checkpoint_on_the_host(
     model_path: str, batch: MakeBatch, tmp_path: Path, bf16: str
 ) -> None:
     """A fused optimizer refuses a step count that is on another device than the moments."""

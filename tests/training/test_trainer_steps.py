@@ -14,7 +14,7 @@ from weight_holders import inodes
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
 from engine.testing import TrainerContract
-from engine.training import gradients, model_trainer
+from engine.training import device, gradients, model_trainer
 from engine.training.advantages import set_advantages
 from engine.training.gradients import entropy_of
 from engine.training.lora import Lora
@@ -411,6 +411,22 @@ def test_scoring_is_free_where_the_loss_reads_no_proximal_policy(model_path: str
 def test_a_device_or_precision_that_is_not_there_is_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device"):
         ModelTrainer(model_path, TrainerSettings(device="nowhere"))
+
+
+def test_gpus_that_torch_cannot_use_are_not_left_for_a_cpu_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024\n")
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.device is 'auto': torch .* with CUDA 13.0 cannot use .*535\.183\.01"
+    ):
+        device.refuse_unusable_gpus(2, "13.0")
+    device.refuse_unusable_gpus(0, "13.0")
+    device.refuse_unusable_gpus(2, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    device.refuse_unusable_gpus(2, "13.0")
 
 
 def test_it_learns_a_two_token_task(model_path: str, group: Make, as_batch: MakeBatch) -> None:

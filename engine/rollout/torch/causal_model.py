@@ -191,6 +191,13 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(GROUPED_ATTENTION)
 
 
+def _use_float32(head: Any) -> None:
+    """Let a linear head compute in float32, whatever the type of its weight."""
+    head.forward = lambda hidden: torch.nn.functional.linear(
+        hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+    )
+
+
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +228,7 @@ class CausalModel:
         fixed_shapes: bool,
         lora: Lora | None = None,
         notes_routes: bool = False,
+        fp32_head: bool = False,
     ) -> None:
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
@@ -229,6 +237,8 @@ class CausalModel:
         self.adapted = lora is not None
         self.device = torch.device(device)
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        if fp32_head:
+            _use_float32(model.get_output_embeddings())
         self.context = context_of(model, context)
         self._call = _accepted_options(model)
         use_grouped_attention(model)

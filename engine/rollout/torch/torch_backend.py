@@ -83,13 +83,15 @@ class TorchBackend:
         version: Version = 0,
         lora: Lora | None = None,
         notes_routes: bool = False,
+        fp32_head: bool = False,
     ) -> None:
-        """`notes_routes`: results say which experts computed each token."""
+        """`notes_routes`: results say which experts computed each token. `fp32_head`: logits are computed in
+        float32."""
         self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
             model, rows=rows, context=context, device=device, fixed_shapes=deterministic, lora=lora,
-            notes_routes=notes_routes,
+            notes_routes=notes_routes, fp32_head=fp32_head,
         )  # fmt: skip
         self._sampler = BatchSampler(self._model, rows=rows, version=version, deterministic=deterministic)
         self._staged: StagedWeights | None = None

@@ -81,6 +81,27 @@ def memory_args(gpu_part: float, engine_args: Mapping[str, Any]) -> dict[str, fl
     return {"gpu_memory_utilization": round(MEMORY_SHARE * gpu_part, 3)}
 
 
+def head_args(fp32: bool, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that makes vLLM compute logits in float32, beside the user's `hf_overrides`. `fp32`: of the trainer.
+    Raises: `ConfigError` if the user has set another type."""
+    given = engine_args.get("hf_overrides", {})
+    asked = given.get("head_dtype") if isinstance(given, Mapping) else None
+    if asked is not None and (asked == "float32") != fp32:
+        law = "must be that of the trainer, whose log-probs are compared with those of vLLM"
+        raise ConfigError(f"{FIELD}.hf_overrides.head_dtype", asked, law, "remove it, and set trainer.fp32_head")
+    return {"hf_overrides": {**given, "head_dtype": "float32"}} if fp32 else {}
+
+
+def warmup_args(dense: bool, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that keeps vLLM from compiling, at its start, kernels that no request of the engine uses: those that
+    sample by `top_k` and `top_p`, because `processed_logprobs` takes another way. A model with experts, which is not
+    `dense`, has others that it does use."""
+    given = engine_args.get("kernel_config", {})
+    if not dense or not isinstance(given, Mapping):
+        return {}
+    return {"kernel_config": {"enable_jit_warmup": False, **given}}
+
+
 def batch_args(rows: int, engine_args: Mapping[str, Any]) -> dict[str, int]:
     """The argument that bounds the tokens of one forward pass. vLLM would take 2048, which is less than one token for
     each of many rows, and slow for prompts. Without chunked prefill, vLLM derives it from its context."""

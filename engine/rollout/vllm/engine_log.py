@@ -59,6 +59,12 @@ class EngineLog:
                 os.close(kept)
                 os.close(log)
 
+    def note(self, line: str) -> None:
+        """Add a line of the engine's own."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                print(line, file=file)
+
     def with_causes(self, reason: str) -> str:
         """The reason, and what the processes of this start said about it."""
         if self.path is None:

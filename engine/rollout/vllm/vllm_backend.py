@@ -140,6 +140,10 @@ class VllmBackend(RemoteEngine):
             with self._log.inherited():
                 os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
                 self._engine: Any = _start(arguments, self._log, self._cache_use)
+            from vllm import __version__ as version
+
+            runner = "V2" if self._engine.vllm_config.use_v2_model_runner else "V1"
+            self._log.note(f"vLLM {version} samples with model runner {runner}")
         except BaseException:
             self._area.close()
             raise

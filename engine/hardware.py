@@ -1,7 +1,9 @@
 """Memory and GPUs of this machine. `config.inputs` checks a configuration against them; `actors` stay within them."""
 
 import os
+import shutil
 import subprocess
+import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +11,8 @@ SHARE = 0.3
 """Share of memory that Ray's object store gets by default."""
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SHARED = Path("/dev/shm")
+LEAST_SHARED_BYTES = 256 << 20
+"""Docker's default is a quarter of it, too little for the processes of vLLM and for NCCL."""
 NVIDIA_SMI_S = 20.0
 """Seconds that `nvidia-smi` may take."""
 
@@ -21,6 +25,22 @@ def object_store_limit() -> int:
     except OSError:
         return share
     return min(share, int(0.95 * free.f_bavail * free.f_frsize))
+
+
+def why_no_kernels(shared: Path = SHARED) -> tuple[str, str] | None:
+    """What this machine lacks to run GPU programs that compile their kernels when they start, and how to get it; None:
+    nothing. Triton and Inductor compile with a C compiler and the headers of Python."""
+    compiler = os.environ.get("CC") or "gcc"
+    if not any(map(shutil.which, (compiler, "clang"))):
+        return f"this machine has no C compiler ({compiler})", "install gcc, or name a compiler by the variable CC"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        return f"{headers} has no Python.h", "install the headers of this Python, for example python3-dev"
+    size = os.statvfs(shared) if shared.exists() else None
+    if size is not None and size.f_blocks * size.f_frsize < LEAST_SHARED_BYTES:
+        has = f"{shared} has {size.f_blocks * size.f_frsize / 1e6:.0f} MB"
+        return has, "give the container more: docker run --shm-size=8g, or --ipc=host"
+    return None
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int | None:
