@@ -86,7 +86,7 @@ NO_WAITS = ("queued", "aborted", "batched")
 """States of groups that are neither attempts nor waits."""
 PAUSES = {"sleep": "pool", "drain": "drain"}
 """Why a pause aborts groups, by its mode; otherwise a weight sync does."""
-GROUP_EVENTS = frozenset({GroupGenerated, GroupAborted, GroupFailed, StateLeft})
+ENDS_OF_WORK = frozenset({GroupGenerated, GroupAborted, GroupFailed, StateLeft})
 """Events that end an attempt of a group or its stay in an added state."""
 SYNC_PHASES = {StageWeights: "staging", PauseReplica: "pausing", InstallWeights: "installing"}
 
@@ -296,7 +296,7 @@ class HistoryBuilder:
         resumed: RunResumed | None = None
         for event in tick.events:
             kind = type(event)
-            if kind in GROUP_EVENTS:
+            if kind in ENDS_OF_WORK:
                 if event.id in matched:
                     about[event.group] = event  # type: ignore[attr-defined]
             elif kind is RunResumed:

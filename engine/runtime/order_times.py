@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.commands import Command, PauseReplica, StartProcess
 from engine.events import Event, OrderOverdue, ProcessWaits, RunResumed, SchedulerRecovered, SettingChanged
-from engine.scheduling.scheduler import GROUP_EVENTS
+from engine.scheduling.scheduler import CHANGE_NO_PROCESS
 from engine.states.order_times import can_work, could_work, limit_of
 from engine.states.orders import FAILURES, RELATIONS, SLACK_S, TOTAL, Order, works_in_order
 from engine.states.state import State
@@ -17,8 +17,6 @@ from engine.states.timeouts import AUTO
 
 TEACH_NOTHING = FAILURES | {ProcessWaits, OrderOverdue}
 """Events that say nothing about how long work takes."""
-CHANGE_NO_PROCESS = frozenset(GROUP_EVENTS)
-"""Events that do not change whether a process can work."""
 CHANGE_PROCESSES = frozenset(command for command, relation in RELATIONS.items() if not relation.stands_still)
 """Orders with which that may change."""
 LOOKS_IN_LIMIT = 20

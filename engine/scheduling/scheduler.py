@@ -77,10 +77,10 @@ from engine.states.view import View
 
 ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChanged, StopRequested)
 """Events that are ticks of their own."""
-GROUP_EVENTS = (
+CHANGE_NO_PROCESS = frozenset((
     GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, OrderProgressed, StateLeft, StateFailed,
     OrderDone, CallsMeasured, CacheMeasured,
-)  # fmt: skip
+))  # fmt: skip
 """Events that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
 
 
@@ -277,7 +277,7 @@ class Scheduler:
             state.orders.facts.stale_echoes += 1
             return
         note_matched(state, event, state.orders.matched[event.id])
-        if type(event) not in GROUP_EVENTS:
+        if type(event) not in CHANGE_NO_PROCESS:
             state.changed = True
         HANDLERS[type(event)](core, event)
 
