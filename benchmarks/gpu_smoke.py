@@ -37,6 +37,10 @@ FOLDER_BYTES = 12 * 10**9
 """What the models need."""
 
 
+FIRST_RUN_S = 400.0
+"""What `--first-run` may take, compilers and the start of Ray included."""
+
+
 class Part(NamedTuple):
     function: str
     """In the package `gpu`."""
@@ -61,7 +65,7 @@ PARTS = {
     "repeat": Part("training.repeat", 90),
     "host-optimizer": Part("training.host_optimizer", 150, needs_gpu=True),
     "vllm": Part("engines.engine_alone", 300),
-    "vllm-run": Part("engines.whole_run", 300),
+    "vllm-run": Part("engines.whole_run", FIRST_RUN_S),
 }
 """By name, the most valuable first."""
 
@@ -74,7 +78,7 @@ def run_part(name: str, device: str, folder: Path, file: Path, limit_s: float) -
 
     module, function = PARTS[name].function.split(".")
     figures: dict[str, Any] = {}
-    for more in getattr(import_module(f"gpu.{module}"), function)(Bench(device, folder)):
+    for more in getattr(import_module(f"gpu.{module}"), function)(Bench(device, folder, limit_s)):
         figures |= more
         unfinished = file.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(figures))
@@ -184,12 +188,15 @@ def main() -> None:
     parser.add_argument("--parts", type=names_in, default=list(PARTS), help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    parser.add_argument("--first-run", action="store_true", help=f"only vllm-run, within {FIRST_RUN_S:.0f} s")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         name, folder, file, limit_s = given.one
         run_part(name, given.device, Path(folder), Path(file), float(limit_s))
         return
+    if given.first_run:
+        given.parts, given.budget = ["vllm-run"], FIRST_RUN_S
     if not run_all(given.parts, device_named(given.device), given.budget, given.out):
         sys.exit(1)
 

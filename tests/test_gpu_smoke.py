@@ -52,6 +52,19 @@ def test_weights_are_published_and_offloaded_as_they_were(tmp_path: Path, monkey
     assert offload["again"]["equal"] is True and offload["trains_afterwards"] is True
 
 
+def test_a_run_that_is_too_slow_is_interrupted_before_its_part_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu.bench import Bench
+    from gpu.engines import command
+
+    assert 0 < Bench("cpu", tmp_path, 60.0).left_s() < 60.0
+    status, said = command(Bench("cpu", tmp_path), 60.0, "--version")
+    assert status == 0 and said.strip()
+    assert command(Bench("cpu", tmp_path), 0.0, "--version")[0] is None
+
+
 def test_a_part_that_dies_or_hangs_keeps_its_figures_and_says_how_it_ended(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     file.write_text('{"speed": 3}')

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,7 +57,9 @@ TINY = Shape(32, 64, 2, 4, 2, head_dim=32, vocab_size=VOCABULARY)
 class Bench:
     """What a part needs. `folder` holds the models of all parts."""
 
-    def __init__(self, device: str, folder: Path) -> None:
+    def __init__(self, device: str, folder: Path, limit_s: float = inf) -> None:
+        """`limit_s`: seconds until the part is killed."""
+        self._ends = time.monotonic() + limit_s
         self.device = torch.device(device)
         self.gpu = self.device.type == "cuda"
         self.folder = folder
@@ -64,6 +67,10 @@ class Bench:
             raise SystemExit("torch finds no GPU")
         if not self.gpu:
             torch.set_num_threads(1)  # tiny shapes gain nothing from more
+
+    def left_s(self) -> float:
+        """Seconds that the part has left."""
+        return self._ends - time.monotonic()
 
     def shape(self, name: str) -> Shape:
         return SHAPES[name] if self.gpu else TINY

@@ -7,8 +7,10 @@ the program makes the rows. The reward is the share of even tokens.
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -19,10 +21,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from engine.record.checked_lines import object_of
 from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.tasks.tokenizer import save_chat_tokenizer
 from engine.training.batch import Sample, sample_of_answer
 from engine.training.model_trainer import ModelTrainer
+from engine.training.packed_attention import why_not_varlen
 from engine.training.trainer_settings import TrainerSettings
 from gpu.bench import Bench, Figures
 from gpu.sampling import TRAINERS, gaps, plain_logprobs
@@ -35,6 +39,8 @@ FIGURES = (
     "logprob_gap_mean_fresh", "logprob_gap_mean_stale",
 )  # fmt: skip
 """Figures of a train step in `metrics.jsonl`."""
+AFTERWARDS_S, LAST_S, INTERRUPTED_S = 45.0, 10.0, 20.0
+"""What is left of a part's time for the replay and the logs; for the logs; and for a run that is interrupted."""
 
 
 def with_tokenizer(path: str) -> str:
@@ -173,29 +179,53 @@ def used_gb(bench: Bench) -> float:
 
 
 def whole_run(bench: Bench) -> Iterator[Figures]:
-    """Three steps of `configs/gpu_1.yaml`, and the replay of their record."""
+    """Three steps of `configs/gpu_1.yaml`, made small, and the replay of their record. A run that does not end in time
+    is interrupted, then killed; whatever it has written so far is shown, and its logs."""
     if skipped := missing():
         yield skipped
         return
     runs = bench.folder / "runs"
-    done = command(bench, "run", str(CONFIG), *changes(bench, runs))
-    yield {"status": done.returncode, "output": done.stdout[-1000:]}
-    for file in runs.rglob("metrics.jsonl"):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        yield {"steps": [{name: row[name] for name in FIGURES if name in row} for row in rows]}
-        yield {"replay": command(bench, "replay", str(file.parent)).stdout[-300:]}
-    if done.returncode:
-        for log in runs.rglob("logs/*"):
-            print(f"-- {log}\n{log.read_text(errors='replace')[-1500:]}", file=sys.stderr)
-        print(done.stderr, file=sys.stderr)
-        raise SystemExit(f"engine run ended with {done.returncode}")
+    yield {"varlen": why_not_varlen(bench.device, torch.bfloat16) or "used"}
+    began = time.perf_counter()
+    status, said = command(bench, max(10.0, bench.left_s() - AFTERWARDS_S), "run", str(CONFIG), *changes(bench, runs))
+    yield {"status": status, "run_s": time.perf_counter() - began, "output": said[-1000:]}
+    yield {
+        "model runner": [line for log in sorted(runs.rglob("*.vllm.log")) for line in lines_with(log, "samples with")]
+    }
+    rows = [object_of(line) for file in runs.rglob("metrics.jsonl") for line in file.read_bytes().splitlines()]
+    yield {"steps": [{name: row[name] for name in FIGURES if name in row} for row in rows]}
+    for record in runs.rglob("schedule"):
+        same, found = command(bench, max(5.0, bench.left_s() - LAST_S), "replay", str(record.parent))
+        yield {"replay": found[-300:], "identical": same == 0}
+    if status != 0:
+        yield {"logs": {log.name: log.read_text(errors="replace")[-1500:] for log in sorted(runs.rglob("logs/*"))}}
+        raise SystemExit(f"engine run ended with {status}")
 
 
-def command(bench: Bench, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Run an `engine` command so that its actors find the reward."""
+def lines_with(file: Path, words: str) -> list[str]:
+    return [line for line in file.read_text(errors="replace").splitlines() if words in line]
+
+
+def command(bench: Bench, limit_s: float, *words: str) -> tuple[int | None, str]:
+    """Run an `engine` command so that its actors find the reward. Its exit status, None if it exceeded the limit, and
+    what it said."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run([sys.executable, "-m", "engine.cli", *words], capture_output=True, text=True,
-                          cwd=bench.folder, env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.cli", *words], stdout=said, stderr=said, cwd=bench.folder,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        status: int | None = None
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPTED_S)
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return status, said.read().decode(errors="replace")
 
 
 def changes(bench: Bench, runs: Path, steps: int = 3) -> list[str]:
@@ -209,13 +239,15 @@ def changes(bench: Bench, runs: Path, steps: int = 3) -> list[str]:
     fields: dict[str, Any] = {
         "run.max_steps": steps, "run.dir": runs, "model.path": with_tokenizer(bench.model("0.5b")), "data.path": rows,
         "data.validation_path": rows, "reward.function": "gpu.rewards:even_share", "validation.at_start": "false",
-        "validation.at_end": "false",
+        "validation.at_end": "false", "validation.every": 0, "scheduler.train_batch_size": 16,
+        "scheduler.samples_per_prompt": 4, "scheduler.max_concurrent_groups": 24, "rollout.slots": 16,
+        "rollout.max_tokens": 128, "rollout.engine_args.max_model_len": 512,
+        "rollout.engine_args.enforce_eager": "true",
     }  # fmt: skip
     if not bench.gpu:
         fields |= {
             "scheduler.train_batch_size": 2, "scheduler.samples_per_prompt": 2, "scheduler.max_concurrent_groups": 3,
-            "rollout.max_tokens": 8, "rollout.engine_args.gpu_memory_utilization": "null",
-            "rollout.engine_args.enforce_eager": "true", "rollout.engine_args.dtype": "float32",
-            "trainer.micro_batch_tokens": 512,
+            "rollout.max_tokens": 8, "rollout.engine_args.kv_cache_memory_bytes": "null",
+            "rollout.engine_args.dtype": "float32", "trainer.micro_batch_tokens": 512,
         }  # fmt: skip
     return [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
