@@ -20,8 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import reason_of
-from engine.policies import added_states
+from engine.config import Config, load_config
+from engine.errors import ConfigError, reason_of
+from engine.inspect import open_record
+from engine.policies import PolicySet, added_states
 from engine.protocols import (
     Batch,
     Closable,
@@ -32,13 +34,15 @@ from engine.protocols import (
     Restorable,
     Trainer,
 )
+from engine.record import replay
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.proof import Seen, prove
-from engine.states.limits import PUBLISHING, QUEUED, SCORING, Limits
+from engine.states.limits import BOUNDS, PUBLISHING, QUEUED, SCORING, Limits
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.added_states import check_inspected, check_prepared, check_worked
 from engine.workers.group_reports import Versions, check_generated
 
-__all__ = ["GeneratorContract", "PolicyContract", "StateContract", "TrainerContract"]
+__all__ = ["GeneratorContract", "PolicyContract", "StateContract", "TrainerContract", "assert_same_schedule"]
 
 LIMIT_S = 120.0
 """Time limit of one test of a generator or of a state's work."""
@@ -343,6 +347,65 @@ class StateContract:
             group, check = replace(group, trajectories=[]), check_prepared
         found = asyncio.run(asyncio.wait_for(work.work(deepcopy(group)), LIMIT_S))
         _checked(check, self.state, group, found)
+
+
+# -- a golden schedule -------------------------------------------------------------------------------------------------
+
+
+LIVE = {"timeouts", *(name for name, bound in BOUNDS.items() if bound.live)}
+"""The fields of `Limits` that may change while a run is running, and so between a record and a configuration."""
+NOT_CONFIGURED = [name for name, bound in BOUNDS.items() if bound.path.startswith("limits.")] + ["keeps_batches"]
+"""Fields of `Limits` that no configuration has: how the run was started says them."""
+FROM_DATA = ("rows", "sets")
+"""The fields of `ValidationLimits` that depend on the rows of the data."""
+
+
+def assert_same_schedule(record: str | Path, config: str | Path | Config | None = None) -> None:
+    """Replay a golden schedule, and fail at the first decision that differs: after an upgrade of the engine, or with
+    the policies and settings of a changed configuration. The words of reasons are not compared.
+
+    Args: `record`: the directory of a run, or a file of `engine bug RUN --whole`. `config`: a YAML file or a
+    configuration; it may differ from the recorded one in all that the scheduler does not read, in policies but that of
+    concurrency, and in settings that `engine set` can change. None: the recorded limits and policies.
+    Raises: `AssertionError` with the tick, the expected and the found commands; `ConfigError` for a configuration that
+    differs in another figure, or a file that lacks the first events; `RecordError` for an unreadable record.
+    """
+    golden = open_record(record)
+    if golden.begin is not None:
+        law = f"begins at tick {golden.begin.ticks}, but a golden schedule needs the first events"
+        raise ConfigError("record", str(record), law, "write it again with `engine bug RUN --whole --out FILE`")
+    limits, names = Limits.from_plain(dict(golden.header.limits)), dict(golden.header.policies)
+    if config is not None:
+        loaded = config if isinstance(config, Config) else load_config(config)
+        limits, names = _golden_limits(limits, loaded), _golden_policies(names, loaded)
+    scheduler = Scheduler(limits, PolicySet.from_names(names))
+    report = replay(golden, build=lambda _: scheduler, compare_snapshots=False, compare_reasons=False)
+    require(report.identical, f"the schedule differs from {record}: {report.divergence}")
+
+
+def _golden_limits(recorded: Limits, config: Config) -> Limits:
+    """The recorded limits with the live settings of a configuration. Raises: `ConfigError` if others differ."""
+    then, now = recorded.to_plain(), config.limits.to_plain()
+    for limits in (then, now):
+        if limits["validation"] is not None:
+            limits["validation"] = {k: v for k, v in limits["validation"].items() if k not in FROM_DATA}
+    for name in then:
+        if name not in (*LIVE, *NOT_CONFIGURED) and then[name] != now[name]:
+            field = BOUNDS[name].path if name in BOUNDS else f"limits.{name}"
+            law = f"must be {then[name]!r}, as in the golden schedule: its events follow from it"
+            raise ConfigError(field, now[name], law, "set it back, or record a new golden schedule")
+    return replace(recorded, **{name: getattr(config.limits, name) for name in LIVE})
+
+
+def _golden_policies(recorded: dict[str, str], config: Config) -> dict[str, str]:
+    """The policies of a configuration. Raises: `ConfigError` for another policy of concurrency: with some, replicas
+    report their KV caches."""
+    chosen = dict(config.policies().names)
+    if chosen["concurrency"] != recorded.get("concurrency", chosen["concurrency"]):
+        law = f"must be {recorded['concurrency']}, as in the golden schedule: its events follow from it"
+        field = "scheduler.policies.concurrency"
+        raise ConfigError(field, chosen["concurrency"], law, "set it back, or record a new golden schedule")
+    return chosen
 
 
 def _checked(check: Callable[..., Any], *given: Any) -> Any:

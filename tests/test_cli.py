@@ -967,7 +967,7 @@ def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: 
     ("arguments", "words"),
     [
         (["nowhere"], "RUN 'nowhere' does not exist"),
-        (["file"], "RUN 'file' is not a directory"),
+        (["file"], "file: at byte 0: is no bug file: give the directory of a run"),
         (["bare"], "RUN 'bare' has no schedule/"),
         (["latest", "--group", "0"], "add --at N"),
         (["latest", "--at", "100000"], "--at 100000 does not exist"),
@@ -980,6 +980,43 @@ def test_a_replay_of_what_is_not_there_is_refused(
     Path("bare").mkdir()
     Path("file").write_text("")
     assert words in refused(capsys, "replay", *arguments)
+
+
+# -- engine bug --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bug_file_is_shown_before_it_is_written_and_opened_in_place_of_a_run(
+    capsys: Capture, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.inspect.bug_report.LEAST_EVENTS", 20)
+    assert cli.main(["bug", "latest"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing is written yet: add --out FILE" in shown and not Path("x.bug").exists()
+    for words in (
+        "ends          finished: 3 train steps",
+        "Python 3.",
+        "policies      admission bounds",
+        "names         none",
+    ):
+        assert words in shown, words
+    assert cli.main(["bug", "latest", "--out", "x.bug"]) == 0
+    assert shown.splitlines()[:-1] == capsys.readouterr().out.splitlines()[:-1]
+    assert cli.main(["bug", "x.bug"]) == 0
+    assert capsys.readouterr().out.splitlines() == shown.splitlines()[:6]
+    assert cli.main(["replay", "x.bug"]) == 0
+    assert "identical" in capsys.readouterr().out
+    assert cli.main(["replay", "x.bug", "--at", "30"]) == 0
+    assert "state after" in capsys.readouterr().out
+    assert "is not a terminal" in refused(capsys, "debug", "x.bug")
+    assert "is not a directory" in refused(capsys, "explain", "x.bug")
+
+
+def test_a_run_without_an_event_and_a_file_that_cannot_be_written_give_no_bug_file(
+    capsys: Capture, recorded: Path
+) -> None:
+    run_directory.create("runs", "empty", config_yaml="", chosen="runs/empty")
+    assert "empty" in refused(capsys, "bug", "runs/empty")
+    assert "no/x.bug" in refused(capsys, "bug", str(recorded), "--out", "no/x.bug")
 
 
 # -- engine states -----------------------------------------------------------------------------------------------------

@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from engine import policies
+from engine.config import Config, parse_config
+from engine.errors import ConfigError
 from engine.policies import registry, state_registry
 from engine.protocols import Batch, Generated, GroupWork
+from engine.record import Header, Recorder
 from engine.runtime.local import SimpleGenerator
-from engine.testing import GeneratorContract, PolicyContract, StateContract, TrainerContract
+from engine.simulation.world import Faults, Setting, World
+from engine.testing import GeneratorContract, PolicyContract, StateContract, TrainerContract, assert_same_schedule
 from engine.trajectory import TrajectoryGroup
 from tests.shipped_policies import SHIPPED
 
@@ -341,3 +345,61 @@ def test_the_contract_of_a_state_that_is_not_registered_says_so() -> None:
         contract.work = object  # type: ignore[method-assign]
         with pytest.raises(AssertionError, match=r"scheduler\.states 'jugding' is not a registered state"):
             test()
+
+
+# -- a golden schedule -------------------------------------------------------------------------------------------------
+
+
+CONFIG = {"model": {"make": "arithmetic"}, "run": {"max_steps": 4}, "validation": {"at_start": False, "at_end": False}}
+SCHEDULER = {"train_batch_size": 4, "max_staleness_steps": 1, "samples_per_prompt": 2}
+
+
+def golden_config(**scheduler: Any) -> Config:
+    return parse_config({**CONFIG, "scheduler": {**SCHEDULER, **scheduler}})
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the policies and limits of the configuration."""
+    directory, config = tmp_path_factory.mktemp("golden"), golden_config()
+    chosen = config.policies()
+    recorder = Recorder(directory / "schedule", Header(run="g", limits=config.limits.to_plain(), policies=chosen.names))
+    setting = Setting(limits=config.limits, replicas=2, slots=4, seed=1, faults=Faults(fail_group=0.1))
+    World(setting, chosen, recorder).run()
+    recorder.close()
+    return directory
+
+
+def test_a_golden_schedule_is_repeated_with_other_settings_that_never_mattered(golden: Path, tmp_path: Path) -> None:
+    assert_same_schedule(golden)
+    assert_same_schedule(golden, golden_config())
+    assert_same_schedule(golden, golden_config(deadline_timeout_s=7.0))
+    (tmp_path / "c.yaml").write_text(golden_config().dump_yaml())
+    assert_same_schedule(golden, tmp_path / "c.yaml")
+
+
+def test_a_golden_schedule_fails_at_the_first_other_decision(golden: Path, own: None) -> None:
+    @policies.register("admission", "one-at-a-time")
+    class OneAtATime:
+        def admit(self, view: Any, legal: int) -> int:
+            return min(1, legal)
+
+    with pytest.raises(AssertionError, match=r"(?s)diverged at tick \d+.*expected: .*StartGroup.*got: "):
+        assert_same_schedule(golden, golden_config(policies={"admission": "one-at-a-time"}))
+    with pytest.raises(AssertionError, match="diverged at tick"):
+        assert_same_schedule(golden, golden_config(max_concurrent_groups=4))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        ({"train_batch_size": 2}, "scheduler.train_batch_size is 2, but must be 4, as in the golden schedule"),
+        ({"over_sample": 0.5}, "limits.over_sample is 0.5, but must be 0.0"),
+        ({"policies": {"concurrency": "cache"}}, "scheduler.policies.concurrency"),
+    ],
+)
+def test_a_golden_schedule_refuses_figures_on_which_its_events_depend(
+    golden: Path, scheduler: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        assert_same_schedule(golden, golden_config(**scheduler))

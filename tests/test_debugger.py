@@ -15,8 +15,10 @@ from engine.cli.debugger import Debugger, Page, move_to
 from engine.commands import TrainStep
 from engine.errors import ConfigError
 from engine.inspect import open_record
+from engine.inspect.bug_report import report_bug
 from engine.inspect.cursor import Cursor
 from engine.record import Header, Recorder
+from engine.record.bug_file import BugFile, write_bug_file
 
 Script = Callable[[Debugger, Pilot[None]], Awaitable[None]]
 
@@ -26,9 +28,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     limits = steady_world(steps=3).setting.limits
     recorder = Recorder(directory / "schedule", Header(run="small", limits=limits.to_plain()))
-    steady_world(steps=3, recorder=recorder).run()
+    steady_world(steps=3, recorder=recorder, snapshot_every=5).run()
     recorder.close()
     return directory
+
+
+@pytest.fixture
+def late(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bug file of the run that lacks its first ticks."""
+    monkeypatch.setattr("engine.inspect.bug_report.LEAST_EVENTS", 20)
+    report = report_bug(open_record(run), {}, ())
+    write_bug_file(tmp_path / "x", BugFile(engine="1", environment={}, segment=report.recorder.to_bytes()))
+    return tmp_path / "x"
 
 
 def drive(run: Path, script: Script, size: tuple[int, int] = (120, 40)) -> None:
@@ -49,6 +60,19 @@ async def press(app: Debugger, pilot: Pilot[None], *keys: str) -> None:
 
 def text_of(app: Debugger, pane: str) -> str:
     return str(app.query_one(f"#{pane}", Static).render())
+
+
+def test_a_bug_file_that_begins_late_is_shown_from_its_first_tick(late: Path) -> None:
+    async def script(app: Debugger, pilot: Pilot[None]) -> None:
+        first = app.cursor.first
+        assert app.cursor.tick.number == app.mark == first > 0
+        await press(app, pilot, "left")
+        assert app.cursor.tick.number == first
+        await press(app, pilot, "end", "home", "right", "d")
+        assert app.cursor.tick.number == first + 1
+        assert isinstance(app.screen, Page)
+
+    drive(late, script)
 
 
 def test_keys_move_by_tick_step_breakpoint_and_place(run: Path) -> None:

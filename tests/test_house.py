@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "actors": {*RUNTIME, *BOTTOM, *WORK, "runtime", "plans"},
     # the wiring
     "cli": {*RUNTIME, *BOTTOM, *WORK, "runtime", "plans", "simulation", "actors", "inspect", "extras"},
-    "testing": {*RUNTIME, "runtime", "simulation"},
+    "testing": {*RUNTIME, "runtime", "simulation", "inspect"},
     "api": {*RUNTIME, *WORK, "runtime", "cli", "extras"},
     "__init__": {*POLICIES, "api", "runtime", "environments", "version"},
     "__main__": {"cli"},

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import evaluate, explain, project, report_command, run_page, samples, shipped_files, timeline_command
 from engine.cli import run as running
+from engine.cli.bug import add_bug
 from engine.cli.completion import SHELLS, PrintCompletion
 from engine.cli.control_commands import add_commands
 from engine.cli.interrupts import (
@@ -32,7 +33,7 @@ from engine.cli.interrupts import (
     use_plain_letters,
 )
 from engine.cli.json_output import print_json, takes_json
-from engine.cli.recorded_run import record_errors, takes_run
+from engine.cli.recorded_run import RUN_OR_FILE, record_errors, run_or_bug_file, takes_run
 from engine.cli.run_state import require_address
 from engine.control.proxies import exempt_own_servers
 from engine.errors import ConfigError, EngineError, RecordDamaged, RecordError, visible
@@ -165,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     run_page.add_commands(commands)
     samples.add_command(commands)
     explain.add_command(commands)
+    add_bug(commands)
     timeline_command.add_command(commands)
     report_command.add_command(commands)
     shipped_files.add_command(commands)
@@ -222,7 +224,7 @@ def _add_export(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
-    takes_run(replay)
+    takes_run(replay, RUN_OR_FILE)
     replay.add_argument("--at", type=_number, metavar="N", help="show event N, its commands and the state after it")
     replay.add_argument("--group", type=int, metavar="G", help="with --at: show the history of a prompt group")
     takes_json(replay)
@@ -231,7 +233,7 @@ def _add_replay(commands: Any) -> None:
 
 def _add_debug(commands: Any) -> None:
     debug = commands.add_parser("debug", help="step forward and backward through the record of a run in the terminal")
-    takes_run(debug)
+    takes_run(debug, RUN_OR_FILE)
     debug.add_argument("--at", metavar="PLACE", help="begin at tick=12, event=40, step=3 or time=12.5")
     debug.add_argument(
         "--break",
@@ -368,13 +370,12 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from engine.inspect import open_record, replayed, state_at
-    from engine.storage.run_directory import open_run
 
     if arguments.group is not None and arguments.at is None:
         raise ConfigError(
             "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
         )
-    run = open_run(arguments.directory)
+    run = run_or_bug_file(arguments.directory)
     with record_errors(run, extensions=arguments.extensions):
         if arguments.at is not None:
             moment = state_at(open_record(run.path), arguments.at, arguments.group)
@@ -398,9 +399,8 @@ def _print_found(arguments: argparse.Namespace, run: str, text: object, fields: 
 def _debug(arguments: argparse.Namespace) -> int:
     from engine.cli.debugger import debug
     from engine.inspect import open_record
-    from engine.storage.run_directory import open_run
 
-    run = open_run(arguments.directory)
+    run = run_or_bug_file(arguments.directory)
     with record_errors(run, extensions=arguments.extensions):
         return debug(run.shown, lambda: open_record(run.path), arguments.at, arguments.breakpoint)
 

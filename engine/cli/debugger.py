@@ -161,7 +161,7 @@ class Debugger(App[None]):
         self.cursor = cursor
         self._shown_run = run
         self.wanted = wanted
-        self.mark = 0
+        self.mark = cursor.first
         self.following = False
         self.searching = ""
 
@@ -209,7 +209,8 @@ class Debugger(App[None]):
         self._show_note()
 
     def _show_note(self) -> None:
-        blocks, known = self.cursor.block_of(len(self.cursor) - 1), len(self.cursor.blocks.contents)
+        first, last = map(self.cursor.block_of, (self.cursor.first, len(self.cursor) - 1))
+        blocks, known = last - first, len(self.cursor.blocks.contents)
         parts = [self.searching or (f"breakpoint {self.wanted.text}" if self.wanted else "no breakpoint: b sets one")]
         parts += [f"mark at tick {self.mark}"] + ["following the run"] * self.following
         parts += [f"{100 * known // blocks} % indexed"] if known < blocks else []
@@ -227,11 +228,11 @@ class Debugger(App[None]):
 
     def action_move(self, ticks: int) -> None:
         tick = self.cursor.tick.number + ticks
-        if 0 <= tick < len(self.cursor):
+        if self.cursor.first <= tick < len(self.cursor):
             self._try(lambda: self.cursor.seek(tick))
 
     def action_end(self, last: bool) -> None:
-        self._try(lambda: self.cursor.seek(len(self.cursor) - 1 if last else 0))
+        self._try(lambda: self.cursor.seek(len(self.cursor) - 1 if last else self.cursor.first))
 
     def action_step(self, forward: bool) -> None:
         self._search(parse_breakpoint("event=StepTrained"), forward)
@@ -335,7 +336,7 @@ class Debugger(App[None]):
     def _note_blocks(self) -> None:
         """Replay every block once, so that later moves and searches are fast."""
         worker, cursor = get_current_worker(), self.cursor.twin()
-        for block in range(cursor.block_of(len(cursor) - 1)):
+        for block in range(cursor.block_of(cursor.first), cursor.block_of(len(cursor) - 1)):
             if worker.is_cancelled:
                 return
             if block not in cursor.blocks.contents:

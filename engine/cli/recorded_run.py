@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.cli.run_state import listed_state_of, not_begun
 from engine.errors import ConfigError, RecordError, RecordNotBegun
@@ -20,12 +20,23 @@ HISTORY_OBJECTS = 1_000_000
 """New objects after which a command that reads a history collects garbage: a history has millions and no cycles."""
 
 
-def takes_run(parser: argparse.ArgumentParser) -> None:
+RUN_OR_FILE = "the directory of a run, its name under runs/, or a bug file"
+
+
+def takes_run(parser: argparse.ArgumentParser, what: str = "the directory of a run, or its name under runs/") -> None:
     """Add the arguments that name a run and load its policies and states."""
-    parser.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    parser.add_argument("directory", metavar="RUN", help=what)
     parser.add_argument(
         "--extensions", action="store_true", help="import the extensions named in the run's configuration"
     )
+
+
+def run_or_bug_file(name: str) -> "RunDirectory":
+    """The run that a command was given, or a bug file in its place. Raises: `ConfigError` if there is neither."""
+    from engine.storage.run_directory import RunDirectory, open_run
+
+    path = Path(name)
+    return RunDirectory(path) if path.is_file() else open_run(name)
 
 
 def history_of(arguments: argparse.Namespace) -> "tuple[RunDirectory, History]":
@@ -47,8 +58,6 @@ def history_of(arguments: argparse.Namespace) -> "tuple[RunDirectory, History]":
 @contextmanager
 def record_errors(run: "RunDirectory", *, extensions: bool) -> Iterator[None]:
     """Load extensions, and say what to do if the record has no event yet or names policies that are not loaded."""
-    from engine.cli.run import names_extensions
-
     try:
         load_recorded_extensions(run.path, named=extensions)
         yield
@@ -68,9 +77,21 @@ def load_recorded_extensions(directory: Path, *, named: bool) -> None:
 
     load_extensions()
     if named:
-        from engine.record import read
+        load_extensions_of(recorded_config(directory))
 
-        load_extensions_of(read(directory / "schedule").header.config)
+
+def recorded_config(path: Path) -> dict[str, Any]:
+    """The configuration in the record of a run's directory, or in a bug file. Raises: `RecordError`."""
+    from engine.record import read
+    from engine.record.bug_file import read_bug_file
+
+    record = read_bug_file(path).record(str(path)) if path.is_file() else read(path / "schedule")
+    return record.header.config
+
+
+def names_extensions(path: Path) -> bool:
+    """Whether the recorded configuration names the user's extensions. Raises: `RecordError`."""
+    return bool(recorded_config(path).get("run", {}).get("extensions"))
 
 
 def output_path(arguments: argparse.Namespace, run: "RunDirectory", suffix: str) -> Path:

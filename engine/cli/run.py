@@ -107,13 +107,6 @@ def read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
     return config, check_config(config)
 
 
-def names_extensions(directory: Path) -> bool:
-    """Whether the recorded configuration of a run names the user's extensions."""
-    from engine.record import read
-
-    return bool(read(directory / "schedule").header.config.get("run", {}).get("extensions"))
-
-
 def _resume(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
     """Resume a run with the present configuration in `path`."""
     from engine.runtime.run_history import require_unfinished
@@ -342,6 +335,8 @@ def _follow_up_commands(directory: "RunDirectory", *, finished: bool, misjudged:
     if samples.has(TRAIN):
         yield f"  engine samples {place}"
     record = read(directory.schedule)
+    from engine.cli.recorded_run import names_extensions
+
     named = " --extensions" if names_extensions(directory.path) else ""
     yield f"  engine explain {place}{named}"
     yield f"  engine replay {place}{named}"

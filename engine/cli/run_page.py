@@ -298,7 +298,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def next_commands(run: RunFiles, state: RunState, checkpoints: Sequence[int]) -> list[str]:
     """What a user may type next."""
-    from engine.cli.run import names_extensions
+    from engine.cli.recorded_run import names_extensions
 
     shown = shlex.quote(run.directory.shown)
     if state.code == STARTING:

@@ -73,7 +73,8 @@ def _import(name: str, directory: str | None) -> None:
         raise ConfigError("run.extensions", name, str(error)) from error
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-        fix = f"use a module on the Python path or in {directory} (run.code_dir)" if missing else ""
+        place = "" if directory is None else f" or in {directory} (run.code_dir)"
+        fix = f"use a module on the Python path{place}" if missing else ""
         raise ConfigError("run.extensions", name, f"cannot be imported: {describe_error(error)}", fix) from error
 
 

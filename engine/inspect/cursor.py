@@ -24,7 +24,7 @@ from engine.inspect.story import few, summarize
 from engine.inspect.tick_index import Progress, TickIndex
 from engine.record import Record, Tick, replay
 from engine.record.codec import CodecError, pack, unpack
-from engine.record.replayer import build_scheduler
+from engine.record.replayer import first_scheduler
 from engine.record.snapshots import restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.states.state import State
@@ -90,7 +90,9 @@ class Cursor:
         self._record = open()
         self.index = TickIndex()
         self.index.read(self._record, progress)
-        if not len(self.index):
+        self.first = self.index.begin
+        """The number of the record's first tick."""
+        if self.first == len(self.index):
             raise ConfigError("RUN", self._record.name, "has no event yet", "try again once it trains")
         self.blocks = blocks or Blocks()
         self.passed_over: list[str] = []
@@ -99,7 +101,7 @@ class Cursor:
         self._begin = 0
         """The number of the next tick that the scheduler expects."""
         self._pending: list[Change] = []
-        self.seek(0)
+        self.seek(self.first)
 
     def twin(self) -> "Cursor":
         """Another cursor on the same record, which shares its index and what is known of blocks: for another thread."""
@@ -108,7 +110,7 @@ class Cursor:
         return twin
 
     def __len__(self) -> int:
-        """Number of ticks."""
+        """The number behind that of the last tick."""
         return len(self.index)
 
     @property
@@ -128,7 +130,7 @@ class Cursor:
 
     @property
     def events(self) -> int:
-        """Number of events in the record."""
+        """The number behind that of the last event."""
         after = self.index.place_before(len(self) - 1)
         frames = self._record.frames_and_snapshots(after)
         return next(frame.last for frame in frames if isinstance(frame, Tick)) + 1
@@ -143,9 +145,9 @@ class Cursor:
     def seek(self, tick: int) -> None:
         """Move to a tick. Raises: `ConfigError` for one that the record does not have, `EngineError` if this engine
         decides differently before it."""
-        if not 0 <= tick < len(self):
-            law = f"does not exist: the record has {counted(len(self), 'tick')}"
-            raise ConfigError("tick", tick, law, f"use a number from 0 to {len(self) - 1}")
+        if not self.first <= tick < len(self):
+            law = f"does not exist: the record has {counted(len(self) - self.first, 'tick')}"
+            raise ConfigError("tick", tick, law, f"use a number from {self.first} to {len(self) - 1}")
         if self._scheduler is None or tick != self._begin - 1:
             self._approach(tick)
             self._replay(tick)
@@ -154,21 +156,22 @@ class Cursor:
         """Move to the tick of an event. Raises: see `seek`."""
         if event < 0:
             raise ConfigError("event", event, "must not be negative", "events are counted from 0")
-        if event >= self.events:
-            law = f"does not exist: the record has {counted(self.events, 'event')}"
-            raise ConfigError("event", event, law, f"use a number from 0 to {self.events - 1}")
+        first = self.index.first_event(self.first)
+        if not first <= event < self.events:
+            law = f"does not exist: the record has {counted(self.events - first, 'event')}"
+            raise ConfigError("event", event, law, f"use a number from {first} to {self.events - 1}")
         self.seek(self.index.tick_of_event(event))
 
     def seek_time(self, seconds: float) -> None:
         """Move to the last tick at or before a time. Raises: see `seek`; `ConfigError` for a time outside the run."""
-        last = self.index.at(len(self) - 1)
-        if not 0 <= seconds <= last:
-            raise ConfigError("time", seconds, "is not in the run", f"use seconds from 0 to {last:.3f}")
+        first, last = self.index.at(self.first) if self.first else 0, self.index.at(len(self) - 1)
+        if not first <= seconds <= last:
+            raise ConfigError("time", seconds, "is not in the run", f"use seconds from {first:.6g} to {last:.3f}")
         self.seek(self.index.tick_at(seconds))
 
     def seek_step(self, step: StepId) -> None:
         """Move to the first tick with an event or a command about a train step. Raises: see `seek`."""
-        found = self.twin().find(parse_breakpoint(f"step={step}"), 0) if step >= 0 else None
+        found = self.twin().find(parse_breakpoint(f"step={step}"), self.first) if step >= 0 else None
         if found is None:
             raise ConfigError("step", step, "is not in the record", "steps are counted from 0")
         self.seek(found)
@@ -197,7 +200,7 @@ class Cursor:
     ) -> int | None:
         """The first tick with a match from `tick` on, or the last one up to it. None: there is none, or `going` ended
         the search. Moves the cursor anywhere. Raises: see `seek`."""
-        if not 0 <= tick < len(self):
+        if not self.first <= tick < len(self):
             return None
         last = self.block_of(len(self) - 1)
         for block in range(self.block_of(tick), last + 1) if forward else range(self.block_of(tick), -1, -1):
@@ -246,7 +249,7 @@ class Cursor:
 
     def replay_all(self, watch: Watch) -> None:
         """Replay the whole record, and call `watch` after each tick. Raises: see `seek`."""
-        self._scheduler, self._begin = self._first_scheduler(), 0
+        self._scheduler, self._begin = first_scheduler(self._record, self._observe), self.first
         self._pending.clear()
         self._replay(len(self) - 1, watch)
 
@@ -262,7 +265,7 @@ class Cursor:
             if data is not None and kept >= recorded:
                 self._scheduler, self._begin = restore(unpack(data), self._observe), kept
             elif place is None:
-                self._scheduler, self._begin = self._first_scheduler(), 0
+                self._scheduler, self._begin = first_scheduler(self._record, self._observe), self.first
             else:
                 try:
                     self._scheduler = restore(self._record.snapshot(place).plain, self._observe)
@@ -273,13 +276,6 @@ class Cursor:
                 self._begin = recorded
             self._pending.clear()
             return
-
-    def _first_scheduler(self) -> Scheduler:
-        """Raises: `RecordError` for a header that this process cannot use."""
-        try:
-            return build_scheduler(self._record.header, self._observe)
-        except (EngineError, TypeError, ValueError) as error:
-            raise self._record.header_error(f"cannot build a scheduler from this header: {error}") from error
 
     def _replay(self, last: int, watch: Watch = lambda tick, changes: None) -> None:
         """Replay the ticks from the one that the scheduler expects up to `last`. Raises: `EngineError` if this engine

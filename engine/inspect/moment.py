@@ -16,17 +16,20 @@ from engine.inspect.story import SHOWN, Story, stamped, summarize, summary_lines
 from engine.inspect.tick_index import TickIndex
 from engine.metrics.waits import waits
 from engine.record import Record, Rejected, ReplayReport, Tick, read, recover, replay
-from engine.record.replayer import build_scheduler
+from engine.record.bug_file import read_bug_file
+from engine.record.replayer import first_scheduler
 
 # -- the whole record --------------------------------------------------------------------------------------------------
 
 
 def open_record(run: str | Path) -> Record:
-    """The record of a run. `run`: the run's directory, or that of the record.
+    """The record of a run. `run`: the run's directory, that of the record, or a bug file.
 
     Raises: `ConfigError` if there is no such directory, `RecordError` if the record cannot be read.
     """
     path = Path(run)
+    if path.is_file():
+        return read_bug_file(path).record(str(run))
     if not path.is_dir():
         raise ConfigError("RUN", str(run), "is not a directory", "give the directory of a run")
     record = read(path / "schedule" if (path / "schedule").is_dir() else path)
@@ -136,10 +139,10 @@ def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment
     cursor = Cursor(lambda: record)
     notes = [f"cut: {record.torn}"] if record.torn else []
     rejected = [one for one in cursor.index.rejected.values() if one.events[0].id <= n <= one.events[-1].id]
-    is_rejected = n >= cursor.events
-    if is_rejected and not rejected:
-        law = f"does not exist: the record has {counted(cursor.events, 'event')}"
-        raise ConfigError("--at", n, law, f"use a number from 0 to {cursor.events - 1}")
+    first, is_rejected = cursor.index.first_event(cursor.first), n >= cursor.events
+    if n < first or (is_rejected and not rejected):
+        law = f"does not exist: the record has {counted(cursor.events - first, 'event')}"
+        raise ConfigError("--at", n, law, f"use a number from {first} to {cursor.events - 1}")
     cursor.seek(cursor.index.tick_of_event(n))
     moment = Moment(
         event=n, events=cursor.tick.events, commands=cursor.tick.commands,
@@ -161,7 +164,7 @@ def _before_the_first_tick(record: Record, n: EventId) -> Moment:
     index.read(record)
     for one in index.rejected.values():
         if one.events[0].id <= n <= one.events[-1].id:
-            summary = summarize(build_scheduler(record.header).state)
+            summary = summarize(first_scheduler(record).state)
             return Moment(event=n, events=one.events, commands=(), changes=(), summary=summary, rejected=one.reason)
     raise ConfigError("RUN", record.name, "has no event yet", "try again once it trains")
 
@@ -171,6 +174,8 @@ def _story(cursor: Cursor, group: GroupId, notes: list[str]) -> Story:
     if group < 0:
         raise ConfigError("--group", group, "must not be negative: groups are counted from 0", "use 0 or more")
     story, drawn = Story(group), 0
+    if cursor.first:
+        notes.append(f"the story begins at tick {cursor.first}: the record lacks the ticks before it")
 
     def watch(tick: Tick, changes: tuple[Change, ...]) -> None:
         nonlocal drawn

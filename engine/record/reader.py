@@ -61,7 +61,8 @@ class Heading:
 class Record:
     """A record, which can be read any number of times."""
 
-    def __init__(self, name: str, log: SegmentLog) -> None:
+    def __init__(self, name: str, log: SegmentLog, *, is_part: bool = False) -> None:
+        """`is_part`: it may begin with a snapshot, and lack the ticks before it."""
         self.name = name
         self._log = log
         first = next(log.payloads(), None)
@@ -73,6 +74,8 @@ class Record:
             self.header: Header = decode_header(first.data)
         except CodecError as error:
             raise self.header_error(str(error)) from None
+        self.begin: Place | None = next(self.snapshots(), None) if is_part else None
+        """The snapshot before its first tick, if it lacks the ticks before it."""
 
     @property
     def torn(self) -> Torn | None:
@@ -93,7 +96,8 @@ class Record:
 
     def frames_and_snapshots(self, after: Place | None = None) -> Iterator[Tick | Rejected | Snapshot]:
         """As `frames`, with the snapshots among them. `after`: only those after a snapshot. Raises: `RecordError`."""
-        ticks, position = (0, 0) if after is None else (after.ticks, after.position)
+        before = after or self.begin
+        ticks, position = (0, 0) if before is None else (before.ticks, before.position)
         number, offset = (0, self._header_at.end) if after is None else (after.segment, after.behind)
         for payload in self._log.payloads(number, offset):
             frame = _decode(payload)

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
+from msgspec import structs
+
 from engine.commands import Command
 from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import EventId
 from engine.policies import PolicySet
+from engine.record.codec import CodecError
 from engine.record.frames import Header, Rejected, Snapshot, Tick
 from engine.record.reader import Place, Record
 from engine.record.segment_log import Torn
-from engine.record.snapshots import first_difference
+from engine.record.snapshots import declarations, first_difference, restore
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 
@@ -112,6 +115,19 @@ def build_scheduler(header: Header, observe: Callable[[str, Any, str, str], None
     return Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
 
 
+def first_scheduler(record: Record, observe: Callable[[str, Any, str, str], None] | None = None) -> Scheduler:
+    """The scheduler before the first tick of a record. Raises: `RecordError` if this process cannot make it."""
+    if record.begin is None:
+        return build_from_header(record, lambda header: build_scheduler(header, observe))
+    plain = record.snapshot(record.begin).plain
+    try:
+        return restore(plain, observe)
+    except CodecError as error:
+        of_other = bool(plain) and plain[0] != declarations()
+        fix = f"; use engine {record.header.code}, whose facts it has" if of_other else ""
+        raise record.error_at(record.begin, f"{error}{fix}") from error.__cause__
+
+
 def build_from_header(record: Record, build: Callable[[Header], S]) -> S:
     """What `build` makes of a record's header. Raises: `RecordError` if it cannot."""
     try:
@@ -123,20 +139,22 @@ def build_from_header(record: Record, build: Callable[[Header], S]) -> S:
 def replay(
     record: Record,
     until: EventId | None = None,
-    build: Build = build_scheduler,
+    build: Build | None = None,
     watch: Watch | None = None,
     *,
     after: Place | None = None,
     compare_snapshots: bool = True,
+    compare_reasons: bool = True,
     skip: Callable[[Rejected], None] | None = None,
 ) -> ReplayReport:
     """Replay every tick, or those up to the one with event `until`, and stop at the first divergence.
 
-    Args: `watch` is called after each tick with an identical answer, `skip` for each rejected one. `after`: replay only
-    the ticks after this snapshot; `build` must then return the scheduler restored from it.
+    Args: `build` makes the scheduler, in place of the one that the record began with. `watch` is called after each tick
+    with an identical answer, `skip` for each rejected one. `after`: replay only the ticks after this snapshot; `build`
+    must then return the scheduler restored from it. `compare_reasons`: see `compare`.
     Raises: `RecordError` if the record cannot be read, or no scheduler can be built from its header.
     """
-    scheduler = build_from_header(record, build)
+    scheduler = first_scheduler(record) if build is None else build_from_header(record, build)
     ticks = events = commands = 0
     rejected: list[Rejected] = []
     divergence: Divergence | None = None
@@ -158,7 +176,7 @@ def replay(
             if skip is not None:
                 skip(frame)
             continue
-        answer, divergence = _compare(frame, scheduler)
+        answer, divergence = compare(frame, scheduler, reasons=compare_reasons)
         if divergence is not None:
             break
         last = frame
@@ -171,13 +189,21 @@ def replay(
     )  # fmt: skip
 
 
-def _compare(tick: Tick, scheduler: Replayable) -> tuple[tuple[Command, ...], Divergence | None]:
-    """The scheduler's answer, and the divergence if any."""
+def compare(
+    tick: Tick, scheduler: Replayable, *, reasons: bool = True
+) -> tuple[tuple[Command, ...], Divergence | None]:
+    """The scheduler's answer, and the divergence if any. Without `reasons`, only whether a command has one counts, not
+    its words."""
     try:
         answer = tuple(scheduler.tick(tick.events))
     except Exception as error:  # the record is data: report as a divergence whatever it makes the scheduler raise
         return (), Divergence(tick=tick, raised=f"{type(error).__name__}: {error}")
-    return answer, None if answer == tick.commands else Divergence(tick=tick, got=answer)
+    same = answer == tick.commands or (not reasons and _unworded(answer) == _unworded(tick.commands))
+    return answer, None if same else Divergence(tick=tick, got=answer)
+
+
+def _unworded(commands: Sequence[Command]) -> list[Command]:
+    return [structs.replace(one, reason="-") if getattr(one, "reason", "") else one for one in commands]
 
 
 SHOWN = 20
