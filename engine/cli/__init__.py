@@ -427,14 +427,18 @@ def _states(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from engine.cli.top import ask, watch
+    from engine.cli.top import ask, has_started, watch
     from engine.metrics.address_files import FILE, address_of
     from engine.storage.run_directory import open_run
 
     run = open_run(arguments.directory)
+    console = page_console()
+    if console.is_terminal and not arguments.json and not has_started(run, console):
+        print(f"{run.shown} is still starting")
+        return DONE
     require_address(run, FILE, "was started without metrics")
     if arguments.json:
         print_json("top", run.shown, asdict(ask(address_of(run.path, run.shown), run.shown)))
         return DONE
-    print(watch(arguments.directory, page_console()))
+    print(watch(arguments.directory, console))
     return DONE

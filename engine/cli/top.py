@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.cli.advice_line import AdviceWatch, first_advice
+from engine.cli.run_state import STARTING, state_of
 from engine.cli.run_view import clock, panel
 from engine.control.client import RUN_OPENER, no_answer, not_from_a_run
 from engine.errors import ConfigError
@@ -48,6 +49,25 @@ ADVICE_WIDTH = 60
 SILENCE_S = 5.0
 """A shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
+
+
+def has_started(directory: RunDirectory, console: Console) -> bool:
+    """Wait while a run starts. False: the user left before."""
+    if not _is_starting(directory):
+        return True
+    title = Text(f"Step Engine  {directory.shown} is starting; press q to leave")
+    with suppress(KeyboardInterrupt), _keys() as pressed, console.status(title):
+        while _is_starting(directory):
+            if pressed(EVERY_S):
+                return False
+        return True
+    return False
+
+
+def _is_starting(directory: RunDirectory) -> bool:
+    """Whether a process prepares the run, which has neither an address nor an event yet."""
+    announced = (directory.path / FILE).exists()
+    return not announced and bool(directory.is_prepared) and state_of(directory).code == STARTING
 
 
 def watch(run: str, console: Console) -> str:

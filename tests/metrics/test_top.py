@@ -143,6 +143,22 @@ def test_it_follows_a_run_and_leaves_at_a_key(served: Served, terminal: Terminal
     assert termios.tcgetattr(terminal.inner) == terminal.before, "the terminal is as it was"
 
 
+def test_it_waits_for_a_run_that_starts(served: Served, open_terminal: Callable[..., Terminal]) -> None:
+    withdraw([served.directory / FILE])
+    preparing = RecordLock(served.directory)
+    left, stays = open_terminal(), open_terminal()
+    for terminal in (left, stays):
+        terminal.until("is starting; press q to leave")
+    left.type("q")
+    code, said = left.close()
+    assert code == 0 and "is still starting" in said
+    announce([served.directory / FILE], served.server.address, served.directory.name)
+    stays.until(r"step\s+3/\?")
+    stays.type("q")
+    assert stays.close()[0] == 0
+    preparing.release()
+
+
 def test_an_interrupt_leaves_it_too(served: Served, terminal: Terminal) -> None:
     terminal.until("admission")
     terminal.type("\x03")
