@@ -34,7 +34,7 @@ from engine.cli.interrupts import (
 )
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.recorded_run import RUN_OR_FILE, record_errors, run_or_bug_file, takes_run
-from engine.cli.run_state import require_address
+from engine.cli.run_state import is_starting, require_address
 from engine.control.proxies import exempt_own_servers
 from engine.errors import ConfigError, EngineError, RecordDamaged, RecordError, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
@@ -433,7 +433,11 @@ def _top(arguments: argparse.Namespace) -> int:
 
     run = open_run(arguments.directory)
     console = page_console()
-    if console.is_terminal and not arguments.json and not has_started(run, console):
+    if (
+        console.is_terminal
+        and not arguments.json
+        and not has_started(run.shown, lambda: is_starting(run, FILE), console)
+    ):
         print(f"{run.shown} is still starting")
         return DONE
     require_address(run, FILE, "was started without metrics")

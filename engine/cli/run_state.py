@@ -99,6 +99,12 @@ def _live(directory: RunDirectory) -> RunState | None:
     return answer
 
 
+def is_starting(directory: RunDirectory, file: str) -> bool:
+    """Whether a process prepares the run, which has neither an event nor the `file` with its address yet."""
+    announced = (directory.path / file).exists()
+    return not announced and bool(directory.is_prepared) and state_of(directory).code == STARTING
+
+
 def require_address(directory: RunDirectory, file: str, off: str) -> None:
     """`file`: the file with the address of the run; `off`: why a running run may have none, for the message.
 

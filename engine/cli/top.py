@@ -14,7 +14,7 @@ import time
 import tty
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil
 
@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.cli.advice_line import AdviceWatch, first_advice
-from engine.cli.run_state import STARTING, state_of
 from engine.cli.run_view import clock, panel
 from engine.control.client import RUN_OPENER, no_answer, not_from_a_run
 from engine.errors import ConfigError
@@ -51,23 +50,17 @@ SILENCE_S = 5.0
 HELD, FREE = "█", "░"
 
 
-def has_started(directory: RunDirectory, console: Console) -> bool:
+def has_started(shown: str, is_starting: Callable[[], bool], console: Console) -> bool:
     """Wait while a run starts. False: the user left before."""
-    if not _is_starting(directory):
+    if not is_starting():
         return True
-    title = Text(f"Step Engine  {directory.shown} is starting; press q to leave")
+    title = Text(f"Step Engine  {shown} is starting; press q to leave")
     with suppress(KeyboardInterrupt), _keys() as pressed, console.status(title):
-        while _is_starting(directory):
+        while is_starting():
             if pressed(EVERY_S):
                 return False
         return True
     return False
-
-
-def _is_starting(directory: RunDirectory) -> bool:
-    """Whether a process prepares the run, which has neither an address nor an event yet."""
-    announced = (directory.path / FILE).exists()
-    return not announced and bool(directory.is_prepared) and state_of(directory).code == STARTING
 
 
 def watch(run: str, console: Console) -> str:
