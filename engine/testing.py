@@ -36,7 +36,8 @@ from engine.protocols import (
 )
 from engine.record import replay
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.proof import Seen, prove
+from engine.simulation.order_answers import GivenPrompts
+from engine.simulation.proof import prove
 from engine.states.limits import BOUNDS, PUBLISHING, QUEUED, SCORING, Limits
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.added_states import check_inspected, check_prepared, check_worked
@@ -279,15 +280,15 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class PolicyContract:
-    """Simulated runs with a registered policy, in which every law is checked after every tick: half of them have
-    faults, and each is replayed."""
+    """Simulated runs with a registered policy, in which anything can happen in any order: every law is checked after
+    every tick, and each run is replayed."""
 
     decision: str
     """The decision, such as `admission`."""
     name: str
     """The name under which the policy is registered."""
-    worlds = 8
-    """Number of simulated runs; `engine check` makes 24."""
+    worlds = 30
+    """Number of simulated runs; `engine check` makes 100."""
 
     def limits(self) -> Limits:
         """The limits of the simulated runs, which are scaled down to at most four groups per step."""
@@ -297,7 +298,7 @@ class PolicyContract:
         )  # fmt: skip
 
     def test_simulated_runs_keep_every_law(self) -> None:
-        _checked(prove, self.limits(), {self.decision: self.name}, self.worlds, Seen(described=()))
+        _checked(prove, self.limits(), {self.decision: self.name}, self.worlds, GivenPrompts(described=()))
 
 
 class StateContract:
@@ -305,7 +306,7 @@ class StateContract:
 
     state: str
     """The name of the state."""
-    worlds = 8
+    worlds = 30
 
     def work(self) -> Any:
         """What does the work: an instance of the class that `add_state` got as `policy`, or another object with the
@@ -330,7 +331,7 @@ class StateContract:
 
     def test_simulated_runs_keep_every_law(self) -> None:
         limits = replace(self.limits(), added_states=_checked(added_states, (self.state,)))
-        _checked(prove, limits, {}, self.worlds, Seen(described=()))
+        _checked(prove, limits, {}, self.worlds, GivenPrompts(described=()))
 
     def test_work_changes_only_what_it_may(self) -> None:
         work = self.work()

@@ -1,4 +1,4 @@
-"""Extensions: modules beside a config and installed packages are imported; `engine check` proves them lawful first."""
+"""Extensions: modules beside a config and installed packages are imported; `engine check` tests them first."""
 
 import importlib
 import re
@@ -17,6 +17,8 @@ from engine.cli import main
 from engine.cli.run import _follow_up_commands
 from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
+from engine.inspect import open_record
+from engine.inspect.cursor import Cursor
 from engine.policies import PolicySet, registry, state_registry
 from engine.record import Header, Recorder
 from engine.simulation.proof import prove, scaled_down
@@ -102,7 +104,7 @@ def test_the_examples_of_added_states_are_proved_and_drawn(tmp_path: Path, capsy
     config = tmp_path / "all.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert main(["check", str(config)]) == 0
-    assert "24 simulated runs keep every law under state retrieving, state judging" in capsys.readouterr().out
+    assert "100 simulated runs keep every law under state retrieving, state judging" in capsys.readouterr().out
     assert main(["states", str(config)]) == 0
     drawn = capsys.readouterr().out
     assert "queued --> retrieving : retrieving" in drawn and "retrieving --> queued : prepare" in drawn
@@ -167,7 +169,7 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
         (
             a_policy("filter", "keep(self, view, outcome)", "calls[0] += 1; return calls[0] % 7 > 1"),
             "filter",
-            "law 8: it decides differently on replay",
+            "law 8: a restored scheduler decides differently",
         ),
         (
             a_policy(
@@ -176,18 +178,22 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
                 "self.n = getattr(self, 'n', 0) + 1; self.memory['n'] = self.n; return True",
             ).replace("acts = True", "memory: dict"),
             "filter",
-            "law 8: it decides differently on replay",
+            "law 8: a restored scheduler has another state",
         ),
     ],
 )
-def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
+def test_a_policy_that_is_not_lawful_is_refused_with_a_record_of_it(
     config: Callable[..., Path], capsys: pytest.CaptureFixture[str], module: str, chosen: str, says: str
 ) -> None:
     file = config(module, f"policies: {{{chosen}: mine}}")
     assert main(["check", str(file)]) == 2
     said = capsys.readouterr().err
     assert f"scheduler.policies is '{chosen} mine': fails in a simulated run" in said
-    assert says in said and "[seed " in said
+    assert says in said
+    shown = re.search(r"`engine debug (\S+) --extensions` shows the run", said)
+    assert shown is not None
+    cursor = Cursor(lambda: open_record(Path(shown[1])))
+    assert len(cursor) > 1 and cursor.run == "simulated"
 
 
 @pytest.mark.parametrize(
@@ -343,14 +349,14 @@ def test_a_run_is_scaled_down_within_the_laws() -> None:
     assert small.max_concurrent_groups == 16, "four batches, as before"
     assert small.added_states == (AddedState(name="rewarding", concurrency=3),)
     assert small.validation == replace(limits.validation, rows=12, replicas=2, own_from=2)  # type: ignore[type-var]
-    assert prove(limits, {}, worlds=2) == 2
+    assert prove(limits, {}, runs=2) == 2
 
 
 def test_simulated_runs_do_not_call_the_work_of_a_state(config: Callable[..., Path]) -> None:
     """The work may take a minute, and may call a paid service."""
     costly = "    async def work(self, group):\n        raise SystemExit('called')\n\npolicies.add_state"
     file = config(JUDGE.replace("policies.add_state", costly), "states: [judged]")
-    assert prove(load_config(file).limits, {}, worlds=2) == 2
+    assert prove(load_config(file).limits, {}, runs=2) == 2
 
 
 # the example
@@ -358,7 +364,7 @@ def test_simulated_runs_do_not_call_the_work_of_a_state(config: Callable[..., Pa
 
 def test_the_example_is_lawful(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLES / "custom_policy.yaml")]) == 0
-    assert "ok: 24 simulated runs keep every law under admission curriculum\n" in capsys.readouterr().out
+    assert "ok: 100 simulated runs keep every law under admission curriculum\n" in capsys.readouterr().out
 
 
 def test_the_example_widens_as_the_reward_rises() -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import evaluate, explain, project, report_command, run_page, samples, shipped_files, timeline_command
@@ -339,15 +340,20 @@ def _rehearse_backends(config: "Config") -> Iterator[str]:
 def _proof(config: "Config") -> Iterator[str]:
     """Simulate runs with the user's policies and states. Yields the lines to print. Raises: `ConfigError` if a law is
     broken."""
+    from hypothesis.configuration import set_hypothesis_home_dir
+
     from engine.config.inputs import first_prompts
-    from engine.simulation.proof import Seen, prove
+    from engine.simulation.order_answers import GivenPrompts
+    from engine.simulation.proof import prove
 
     policies = config.policies()
     custom = [*policies.custom, *(f"state {name}" for name in config.scheduler.states)]
     if not custom:
         return
-    seen = Seen(described=config.described, rows=first_prompts(config), rewards=tuple(config.reward.names))
-    count = prove(config.limits, policies.names, seen=seen)
+    source = GivenPrompts(described=config.described, rows=first_prompts(config), rewards=tuple(config.reward.names))
+    with TemporaryDirectory() as home:
+        set_hypothesis_home_dir(home)  # not the user's directory
+        count = prove(config.limits, policies.names, source=source, config=config.model_dump(mode="json"))
     yield f"ok: {count} simulated runs keep every law under {', '.join(custom)}"
 
 

@@ -102,7 +102,7 @@ def test_limits_are_not_for_the_made_up_times_of_a_proof() -> None:
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=every(1.0, cut_s=1.0)
     )  # fmt: skip
-    assert prove(limits, {}, worlds=2) == 2
+    assert prove(limits, {}, runs=2) == 2
 
 
 def test_without_limits_a_hang_is_for_ever() -> None:

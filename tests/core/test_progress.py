@@ -173,8 +173,8 @@ class Picky:
 def test_a_filter_is_not_unlawful_for_dropping_what_a_simulated_run_makes_up() -> None:
     policies.register("filter", "picky")(Picky)
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_filtered_in_a_row=1)
-    assert prove(limits, {"filter": "picky"}, worlds=2) == 2
-    assert prove(replace(limits, max_filtered_in_a_row=1000), {"filter": "picky"}, worlds=2) == 2
+    assert prove(limits, {"filter": "picky"}, runs=2) == 2
+    assert prove(replace(limits, max_filtered_in_a_row=1000), {"filter": "picky"}, runs=2) == 2
 
 
 # a filter that keeps nothing
