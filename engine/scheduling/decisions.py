@@ -120,8 +120,6 @@ class Decisions:
         return f"step {view.step}, version {view.latest_version}, {counts}, {view.capacity()} could start"
 
     def _policy_error(self, decision: str, error: BaseException) -> PolicyError:
-        if isinstance(error, PolicyError):
-            return error
         name = self.policies.names.get(decision, decision)
         who = f"the policy of {decision}" if name == decision else f"the {decision} policy {name!r}"
         if isinstance(error, _Refused):

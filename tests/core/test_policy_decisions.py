@@ -265,7 +265,10 @@ class Mute(BaseException):
     __repr__ = __str__
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Mute(), ValueError("\ud800")])
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Mute(), ValueError("\ud800"), PolicyError("of its own")],
+)
 def test_a_policy_that_leaves_the_process_is_one_in_error(registered: None, error: BaseException) -> None:
     class Leaving:
         def admit(self, view: View, legal: int) -> int:
@@ -299,7 +302,7 @@ def test_policies_that_start_nothing_stop_the_run(registered: None) -> None:
         small(policies={"admission": "never"})
 
 
-@pytest.mark.parametrize("answer", [(), (float("nan"),), ("soon",), (True,), 3])
+@pytest.mark.parametrize("answer", [(), (float("nan"),), ("soon",), (True,), (1, "soon"), 3])
 def test_a_resume_key_is_a_tuple_of_numbers(registered: None, answer: Any) -> None:
     policies.register("resume", "odd")(type("Odd", (), {"key": lambda self, view, group: answer}))
     run = small(policies={"resume": "odd"})
