@@ -145,8 +145,8 @@ class WaitingChunks:
         waiting = [chunk for chunk in chunks if not chunk.done and chunk.index not in out]
         self.indexes = [chunk.index for chunk in waiting]
         """A heap."""
-        self._failed = Counter(chunk.failures for chunk in waiting if chunk.failures)
-        """How many of them have failed so many times, where that is above 0."""
+        self._failed = Counter(chunk.failures for chunk in waiting)
+        """How many of them have failed so many times."""
 
     def __len__(self) -> int:
         return len(self.indexes)
@@ -159,17 +159,15 @@ class WaitingChunks:
     def put_back(self, chunk: Chunk) -> None:
         """A chunk waits again."""
         heappush(self.indexes, chunk.index)
-        if chunk.failures:
-            self._failed[chunk.failures] += 1
+        self._failed[chunk.failures] += 1
 
     def take(self, chunks: Sequence[Chunk]) -> Chunk:
         """The first chunk that waits begins another attempt."""
         chunk = chunks[heappop(self.indexes)]
         chunk.attempt += 1
-        if chunk.failures:
-            self._failed[chunk.failures] -= 1
-            if not self._failed[chunk.failures]:
-                del self._failed[chunk.failures]
+        self._failed[chunk.failures] -= 1
+        if not self._failed[chunk.failures]:
+            del self._failed[chunk.failures]
         return chunk
 
 
