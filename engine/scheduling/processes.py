@@ -229,12 +229,10 @@ def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
 
 def _take_orders(core: Core, process: Process, event: ProcessLost) -> tuple[list[Order], list[Order]]:
     """End the orders of a lost process. Returns them, and those that are charged an attempt: all, or if the process
-    hung, those that exceeded their limits."""
+    hung, those that exceeded their limits. Such a process is stopped only if it hung."""
     state, owners = core.state, core.state.owners_of(process)
     exceeded = [order for owner in owners for order in state.orders.owned(owner) if order.overdue]
-    hung = exceeded or any(
-        isinstance(one.command, StopProcess) and one.command.hung for one in state.orders.matched[event.id]
-    )
+    hung = exceeded or any(isinstance(one.command, StopProcess) for one in state.orders.matched[event.id])
     failed = [order for owner in owners for order in state.orders.fail(owner)]
     return failed, exceeded if hung else failed
 

@@ -194,7 +194,7 @@ def what_the_trainer_does(state: State) -> Cause:
         return INSPECTING
     if state.publishing:
         return PUBLISHING
-    if state.ending.draining and step is None:
+    if state.ending.draining:
         return DRAINING
     if not state.facts.started:
         return STARTING
