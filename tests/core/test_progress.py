@@ -77,7 +77,10 @@ def test_the_last_checkpoint_is_written_again_until_its_attempts_are_spent() -> 
 
 
 def test_the_last_checkpoint_is_written_even_if_one_after_the_same_step_failed() -> None:
-    run = small(checkpoint_every=2, keeps_batches=True, prompts=5, policies={"filter": "zero-variance"})
+    run = small(
+        checkpoint_every=2, keeps_batches=True, prompts=5, policies={"filter": "zero-variance"},
+        infrastructure_attempts=1,
+    )  # fmt: skip
     train_two_steps(run)
     run.tell(CheckpointFailed(steps=2, reason="disk full"))
     assert not run.ordered(FinishRun), "group 4 is in progress"

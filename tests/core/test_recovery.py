@@ -163,7 +163,7 @@ def test_a_resume_from_a_checkpoint_knows_whose_data_failed() -> None:
 @pytest.mark.parametrize(
     ("steps", "consumed", "said"),
     [(9, (), "did not train"), (-1, (), "did not train"), (0, (0, 0), "only a group"), (0, (11,), "only a group"),
-     (0, (999,), "only a group")],
+     (0, (999,), "only a group"), (0, (-1,), "only a group")],
 )  # fmt: skip
 def test_what_cannot_have_happened_is_refused(steps: int, consumed: tuple[int, ...], said: str) -> None:
     made = world()

@@ -26,8 +26,9 @@ class Everything:
 
 for name in ("first-gate", "second-gate"):
     policies.add_state(machine="step", state=name, between=("scoring", "training"), policy=Everything)
-policies.add_state(machine="step", state="every-version", between=("publishing", "finished"), policy=Everything)
-FIRST, SECOND, WEIGHTS = policies.added_states(("first-gate", "second-gate", "every-version"))
+for name in ("every-version", "again"):
+    policies.add_state(machine="step", state=name, between=("publishing", "finished"), policy=Everything)
+FIRST, SECOND, WEIGHTS, AGAIN = policies.added_states(("first-gate", "second-gate", "every-version", "again"))
 
 
 def small(*states: Any, **others: Any) -> Scripted:
@@ -110,12 +111,26 @@ def test_a_failed_inspection_of_weights_is_repeated_without_another_publication(
     assert run.state.ending.outcome.reason == reason
 
 
+def test_each_state_has_all_attempts_to_inspect_weights() -> None:
+    run = small(WEIGHTS, AGAIN, infrastructure_attempts=2)
+    run.train_on(0)
+    for succeed in (False, True, False, True):
+        inspected(run, succeed=succeed)
+    assert [state for state, *_ in orders(run)] == ["every-version", "every-version", "again", "again"]
+    assert run.state.training.latest_version == 1
+
+
 def test_an_inspection_is_ordered_again_if_its_process_is_lost() -> None:
     run = small(FIRST)
     run.finish(0)
     run.tell(ProcessLost(kind="added states", index=0, life=1, reason="killed"))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     assert run.state.training.steps[0].failures == 1
+    process = run.state.process("added states", 0)
+    assert process.deaths == 1
+    run.tell(ProcessUp(kind="added states", index=0, life=2))
+    inspected(run)
+    assert process.deaths == 0, "it has all its restarts again"
 
 
 def test_an_inspection_of_weights_is_not_charged_if_its_process_hangs_over_a_group() -> None:

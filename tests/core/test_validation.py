@@ -519,6 +519,7 @@ def test_a_validation_that_takes_for_ever_delays_nobody_else(own_from: int | Non
     [
         ({"rows": 0}, "rows"),
         ({"every": -1}, "every"),
+        ({"every": 1.5}, "every"),
         ({"conflict": "wait"}, "conflict"),
         ({"replicas": 0}, "replicas"),
     ],
