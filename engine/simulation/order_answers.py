@@ -99,7 +99,7 @@ def _group(state: State, order: Order, source: GivenPrompts) -> Iterator[Answer]
     if order.subject == "group" and (replica.state in ("installing", "asleep") or _resumes(state, replica.id)):
         return
     who = {"group": group.id, "attempt": command.attempt, "replica": replica.id, "life": command.life}
-    oldest = group.oldest_version if group.tokens else group.admitted_version
+    oldest = min(group.oldest_version if group.tokens else group.admitted_version, replica.version)
     versions = {"tokens": group.tokens or 1, "oldest_version": oldest, "newest_version": replica.version}
     sync: Any = getattr(state.orders.find("sync", replica.id), "command", None)
     cut = isinstance(sync, c.PauseReplica) and sync.mode in CUTS

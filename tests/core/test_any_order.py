@@ -1,0 +1,42 @@
+"""The search of `engine check` finds rules that docs/STALENESS.md refutes."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.simulation.proof import prove
+from engine.states.limits import Limits
+from tests.core.test_worlds import only_those_due_now, parked_groups_resume_on_older_versions
+
+
+@pytest.mark.parametrize(
+    ("put_in", "names", "batch", "law"),
+    [
+        (only_those_due_now, {"batching": "freshest"}, 1, "law 4: more groups are due by a step"),
+        (
+            short_steps_not_charged_in_full,
+            {"deadline": "shrink", "sync": "rolling"},
+            2,
+            "law 4: a group is left behind",
+        ),
+        (
+            parked_groups_resume_on_older_versions,
+            {"sync": "rolling"},
+            2,
+            "law 6: a replica reported tokens of versions",
+        ),
+    ],
+)
+def test_a_refuted_variant_is_found(
+    put_in: Callable[[pytest.MonkeyPatch], None], names: dict[str, str], batch: int, law: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    put_in(monkeypatch)
+    limits = Limits(
+        train_batch_size=batch, max_staleness_steps=2, max_concurrent_groups=3 * batch, sync_mode="abort",
+        deadline_timeout_s=1.0, infrastructure_attempts=50,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(law)):
+        prove(limits, names, runs=600)
