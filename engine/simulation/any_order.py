@@ -130,7 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 def shortest_failure(begin: Begin, runs: int) -> Failure | None:
-    """The shortest run found that fails, and why. The same policies get the same runs."""
+    """The shortest run found that fails, and why. The same program makes the same runs."""
     failures: list[Failure] = []
     tried = count()
 
