@@ -95,6 +95,7 @@ def test_a_fraction_of_the_staleness_bound_is_held_ahead() -> None:
         ),
         ({"async_ratio": 0.5, "sync_every": 2}, "async_ratio is 0.5: .*; use 1$"),
         ({"async_ratio": float("nan")}, "must be a number of batches"),
+        ({"run_restarts": -1}, "limits.run_restarts"),
         ({"async_ratio": True}, "must be a number of batches"),
         (
             {"over_sample": -0.1},
