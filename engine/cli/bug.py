@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.recorded_run import RUN_OR_FILE, record_errors, takes_run, writable
-from engine.errors import ConfigError, visible
+from engine.errors import ConfigError, RecordError, visible
 from engine.extras import EXTRAS
 from engine.version import __version__
 
@@ -77,6 +77,8 @@ def _show(file: "BugFile", name: str) -> None:
     """Print what a bug file holds."""
     record = file.record(name)
     ticks, header, end = [*record.ticks()], record.header, record.outcome()
+    if not ticks:
+        raise RecordError(name, 0, "the bug file has no tick")
     before = "" if record.begin is None else ", after the state before them"
     lines = [
         f"engine        {header.code}, file written by {file.engine}",

@@ -1,7 +1,7 @@
 """The presets and dashboards that come with the engine, and `engine dashboards`, which writes the latter.
 
-Called by the CLI. In a wheel they are data of this package (setup.py); a clone has them beside it. It must never write
-into a directory that has files.
+Called by the CLI. A wheel has them as data of this package (setup.py), a clone beside it. Must never write into a
+directory that has files.
 """
 
 import argparse

@@ -100,7 +100,7 @@ class Replicas:
         """All replicas, lost ones included."""
         self._orders, self._rows, self._groups = orders, orders.open["rows"], groups
         self.starting: FreeSlots | None = None
-        """The slots that are left for the groups that start in this tick; None at other times."""
+        """The slots that are left while groups start in a tick; None otherwise."""
 
     @property
     def free_slots(self) -> FreeSlots:
