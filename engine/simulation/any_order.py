@@ -32,6 +32,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     begin: Begin
     run: SmallRun
+    begun = False
 
     @initialize(
         batch=st.sampled_from((1, 2, 4)), staleness=st.integers(0, 3), prompts=st.integers(1, 24),
@@ -41,6 +42,7 @@ class AnyOrder(RuleBasedStateMachine):
     def begin_run(self, stragglers: frozenset[int], **sizes: int) -> None:
         self.run = type(self).begin(**sizes)
         self.run.stragglers = stragglers
+        self.begun = True
 
     @property
     def goes_on(self) -> bool:
@@ -125,7 +127,7 @@ class AnyOrder(RuleBasedStateMachine):
         """The run may be over."""
 
     def teardown(self) -> None:
-        if hasattr(self, "run"):
+        if self.begun:
             self.run.complete()
 
 

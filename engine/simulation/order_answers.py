@@ -1,7 +1,7 @@
 """What can happen next in a run, as its order book says: every event that may answer an open order, and every loss.
 
-Nothing takes time, and no process is simulated: a state of the run alone says what may follow. Used by `small_run`.
-It must not change the state.
+The state of the run alone says what may follow: nothing takes time, and no process is simulated. Used by `small_run`.
+Must not change the state.
 """
 
 import json
@@ -96,27 +96,21 @@ def _group(state: State, order: Order, source: GivenPrompts) -> Iterator[Answer]
     """It samples its first new token at once, and the last one with the present weights."""
     command: Any = order.command
     group, replica = state.groups.live[command.group], state.replicas.by_id[command.replica]
-    if order.subject == "group" and (replica.state in ("installing", "asleep") or _resumes(state, replica.id)):
+    if replica.state in ("installing", "asleep") or state.orders.find("resume", replica.id) is not None:
         return
     who = {"group": group.id, "attempt": command.attempt, "replica": replica.id, "life": command.life}
     oldest = min(group.oldest_version if group.tokens else group.admitted_version, replica.version)
     versions = {"tokens": group.tokens or 1, "oldest_version": oldest, "newest_version": replica.version}
     sync: Any = getattr(state.orders.find("sync", replica.id), "command", None)
     cut = isinstance(sync, c.PauseReplica) and sync.mode in CUTS
-    if order.subject == "group":
-        if cut or state.orders.find("park", group.id) is not None:
-            yield Answer(e.GroupAborted(**who, **versions, unfinished=1), order.number)
-        generated = e.GroupGenerated(
-            **who, **versions, trainable=2, reward_mean=0.5, reward_spread=1.0,
-            described=source.described_group(group.id),
-        )  # fmt: skip
-        yield Answer(generated, order.number, straggler=group.id)
-        for cause in ("infrastructure", "data"):
-            yield Answer(e.GroupFailed(**who, cause=cause, reason="fault"), order.number, fault=True)
-
-
-def _resumes(state: State, replica: int) -> bool:
-    return state.orders.find("resume", replica) is not None
+    if cut or state.orders.find("park", group.id) is not None:
+        yield Answer(e.GroupAborted(**who, **versions, unfinished=1), order.number)
+    generated = e.GroupGenerated(
+        **who, **versions, trainable=2, reward_mean=0.5, reward_spread=1.0, described=source.described_group(group.id)
+    )  # fmt: skip
+    yield Answer(generated, order.number, straggler=group.id)
+    for cause in ("infrastructure", "data"):
+        yield Answer(e.GroupFailed(**who, cause=cause, reason="fault"), order.number, fault=True)
 
 
 def _sync(state: State, order: Order, source: GivenPrompts) -> Iterator[Answer]:
@@ -214,7 +208,7 @@ def _inspect(state: State, order: Order, source: GivenPrompts) -> Iterator[Answe
 
 def _with_its_group(state: State, order: Order, source: GivenPrompts) -> Iterator[Answer]:
     """A group that is cut short: what ends its attempt answers."""
-    yield from ()
+    return iter(())
 
 
 ANSWERS: Mapping[str, Callable[[State, Order, GivenPrompts], Iterator[Answer]]] = {

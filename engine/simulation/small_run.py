@@ -5,7 +5,8 @@ Used by `any_order`.
 """
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +53,8 @@ class SmallRun:
         """Events that may arrive again."""
         self.twin: Scheduler | None = None
         """Restored from a snapshot of the scheduler. It must decide as the scheduler does."""
+        self.failure: Exception | None = None
+        """What failed first. Nothing else of the run counts then."""
         self._arriving: list[Answer] = []
         self.scheduler = Scheduler(limits, policies)
         self.header = Header(
@@ -107,22 +110,34 @@ class SmallRun:
         self.deliver(*(answer.event for answer in arriving))
         return bool(arriving)
 
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Context manager: note the first failure."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+
     def deliver(self, *events: Event) -> None:
         self.time += 1.0
         self.past += [copy(event) for event in events if not isinstance(event, SettingChanged)]
-        self.driver.deliver(*events)
+        with self._noting():
+            self.driver.deliver(*events)
 
     def restore_twin(self) -> None:
         """From now on, a scheduler that was restored from a snapshot handles every tick, too."""
         self.arrive()
-        self.twin = restore(_plain(self.scheduler))
-        self._require_same_state(self.twin)
+        with self._noting():
+            self.twin = restore(_plain(self.scheduler))
+            self._require_same_state(self.twin)
 
     def crash(self, *, kept: bool) -> None:
         """Every process ends, and the run is resumed from its record. `kept`: the trajectory store is left as well."""
         self.twin = None
         self._arriving.clear()
-        recovered = recover(read(self.recorder))
+        with self._noting():
+            recovered = recover(read(self.recorder))
         self.scheduler = recovered.scheduler
         self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe, recovered.events)
         steps = max(self.state.checkpoints.steps, default=0)
@@ -155,7 +170,9 @@ class SmallRun:
     def complete(self) -> FinishRun:
         """Let everything happen that can, fairly and without faults, until the run ends; then replay its record.
 
-        Raises: `InvariantViolated` if it does not end, or the replay differs."""
+        Raises: `InvariantViolated` if it does not end, or the replay differs; the failure of a run that has failed."""
+        if self.failure is not None:
+            raise self.failure
         for _ in range(PATIENCE):
             if self.driver.outcome is not None and self.driver.outcome.reason != AT_REST:
                 break
