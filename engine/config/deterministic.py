@@ -1,5 +1,5 @@
 """The laws of `rollout.deterministic`: the other settings that a run with S = 0 needs to equal a synchronous loop bit
-for bit, whatever the number of replicas, slots and cores. docs/DETERMINISM.md says why each is needed.
+for bit, whatever the number of replicas, slots and cores. docs/STALENESS.md says why each is needed.
 
 Called by `schema.py`. It sets the fields that the user left open and refuses a value that breaks the promise.
 """
