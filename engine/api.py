@@ -86,7 +86,7 @@ class TrainedRun:
         self, *, validation: bool = False, failed: bool = False, filtered: bool = False
     ) -> list[dict[str, Any]]:
         """The stored responses of train steps, of validations, those whose reward failed, or those of groups that the
-        filter dropped. docs/SAMPLES.md lists the columns."""
+        filter dropped. docs/INSPECT.md lists the columns."""
         from engine.storage.samples import FAILED, FILTERED, TRAIN, VALIDATION, SampleFiles
 
         kind = FAILED if failed else FILTERED if filtered else VALIDATION if validation else TRAIN
