@@ -1,6 +1,6 @@
 """Divides GPUs among the processes of a run. Pure: the GPUs of each node come in, numbers of GPUs come out.
 
-`check.py` asks it about this machine, and `actors.placement` about the cluster. docs/TRANSPORTS.md has its rules.
+`check.py` asks it about this machine, and `actors.placement` about the cluster. docs/HARDWARE.md has its rules.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

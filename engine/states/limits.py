@@ -177,7 +177,7 @@ class ValidationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Hardware that tasks share: they take turns on it (docs/POOLS.md)."""
+    """Hardware that tasks share: they take turns on it (docs/HARDWARE.md)."""
 
     tasks: tuple[str, ...]
     """Of `TASKS`."""
