@@ -57,7 +57,7 @@ class TrainedRun:
 
     @property
     def metrics(self) -> Any:
-        """A `pandas.DataFrame` with a row for each train step, as in metrics.jsonl (docs/METRICS.md).
+        """A `pandas.DataFrame` with a row for each train step, as in metrics.jsonl (docs/MONITORING.md).
 
         Raises: `ModuleNotFoundError` without pandas; `steps` needs no package.
         """

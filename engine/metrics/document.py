@@ -1,4 +1,4 @@
-"""The table of metrics in `docs/METRICS.md`, from `names.py`: `python -m engine.metrics.document` brings it up to date.
+"""The table of docs/reference/METRICS.md, from `names.py`: `python -m engine.metrics.document` brings it up to date.
 
 The rest of the page is written by hand. A test fails if the table is out of date.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.metrics.names import METRICS, Metric
 
-PAGE = Path(__file__).parents[2] / "docs" / "METRICS.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "METRICS.md"
 TABLE = re.compile(r"(?<=\| name \| type \| unit \| labels \| meaning \|\n\|---\|---\|---\|---\|---\|\n)(?:\|.*\n)*")
 
 

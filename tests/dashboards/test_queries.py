@@ -91,7 +91,7 @@ def test_every_query_of_every_panel_has_data_and_no_alert_fires(tmp_path: Path) 
             prometheus.query(asked)  # vLLM's too are taken, though nobody exports them here
         assert prometheus.value(f'engine_disk_free_bytes{{run="{RUN}"}}') > 0
         example = re.search(r"(?:^    .*\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-        assert example is not None and 0 <= prometheus.value(example[0]) <= 1, "the example of docs/METRICS.md"
+        assert example is not None and 0 <= prometheus.value(example[0]) <= 1, "the example of METRICS.md"
 
         alerts = {rule["alert"]: rule for rule in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"][0]["rules"]}
         for rule in alerts.values():

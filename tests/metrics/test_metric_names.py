@@ -280,9 +280,10 @@ def test_the_page_is_up_to_date() -> None:
     assert written == up_to_date(written), "run: python -m engine.metrics.document"
 
 
-def test_every_name_on_the_page_exists() -> None:
+@pytest.mark.parametrize("page", [PAGE, PAGE.parents[1] / "MONITORING.md"], ids=lambda page: page.stem)
+def test_every_name_on_a_page_exists(page: Path) -> None:
     known = {metric.name for metric in METRICS}
-    mentioned = set(re.findall(r"\bengine_[a-z_]+", PAGE.read_text(encoding="utf-8")))
+    mentioned = set(re.findall(r"\bengine_[a-z_]+", page.read_text(encoding="utf-8")))
     assert mentioned <= known, mentioned - known
 
 
