@@ -1,9 +1,10 @@
 """All metrics that the engine exports to Prometheus. Add new ones here.
 
 The exporter, the generator of docs/reference/METRICS.md, the boards and alerts of `dashboards/`, and the tests that
-compare them read this module. Names begin with `engine_`, counters end with `_total`, and units are base units. `names.py` has
-the label values that form a closed set; these series start at 0, so `rate()` sees the first increase. No label may hold
-the id of a group, a step or a version, because the number of series must not grow with the length of a run.
+compare them read this module. Names begin with `engine_`, counters end with `_total`, and units are base units.
+`names.py` has the label values that form a closed set; these series start at 0, so `rate()` sees the first increase. No
+label may hold the id of a group, a step or a version, because the number of series must not grow with the length of a
+run.
 """
 
 from dataclasses import dataclass, field
