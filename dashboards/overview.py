@@ -29,7 +29,7 @@ def overview() -> Dashboard:
     page = page.with_panel(
         graph(
             "Firing alerts",
-            "None. docs/RUNBOOK.md explains each alert by name: what it means, and what to do.",
+            "None. docs/TROUBLESHOOTING.md explains each alert by name: what it means, and what to do.",
             "short",
             {"{{alertname}}": ALERTS_FIRING},
             span=24,

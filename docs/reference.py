@@ -37,9 +37,26 @@ Which values each field takes, what it is if you leave it out, and what it means
 COMMANDS = """\
 # Every command
 
-The arguments of each command of `engine`. [CLI.md](../CLI.md) says what the commands are for and what exit codes mean.
-
+What each command of `engine` does, its arguments, its exit codes, and how to read it from a program.
 `python docs/reference.py` writes this page from the parser in `engine/cli`: do not edit it.
+
+RUN is the directory of a run, or its name under `runs/`; `latest` is the newest.
+
+**Exit codes:** 0 success; 1 the run failed, or the replay differs; 2 bad input: the message names the field, its value
+and what to do; 130 interrupted, or ended on request. `engine status` has [its own](../OPERATIONS.md#watch-a-run).
+(`make` turns every failure into 2.)
+
+**JSON:** with `--json`, a command prints one line with one object: first `command` and `run` (the directory of the run,
+or null), then what the text shows, under stable names. Missing figures are null, secrets are `***`, and errors still go
+to stderr. `samples --json` prints one line for each sample instead.
+
+    engine runs --json | jq -r '.runs[] | select(.state == "failed") | .name'
+
+**Completion** of commands, options, files and the names of runs (extra `inspect`):
+
+    eval "$(engine --completion bash)"            # in ~/.bashrc
+    eval "$(engine --completion zsh)"             # in ~/.zshrc, after compinit
+    engine --completion fish | source             # in ~/.config/fish/config.fish
 """
 
 

@@ -85,7 +85,7 @@ def test_every_other_difference_is_reported_with_what_was_and_is(begun: tuple[Pa
     assert "run.seed is 3, but must stay 0: the run began with it" in said
     assert "scheduler.train_batch_size was 4, is 8" in said
     assert "max_drops was" not in said and "rollout.replicas was" not in said
-    assert "engine run CONFIG --from RUN" in said and "docs/OPERATIONS.md, Stop and resume" in said
+    assert "engine run CONFIG --from RUN" in said and "docs/RESUME.md" in said
 
 
 def test_a_field_that_must_not_change_is_refused_before_the_laws_that_it_breaks(

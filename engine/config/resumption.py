@@ -116,7 +116,7 @@ def _refusal(changes: Sequence[tuple[str, Any, Any]]) -> ConfigError:
     )
     law = f"must stay {_shown(field, was)}: the run began with it" + (f" (also: {also}{more})" if also else "")
     fix = "leave the change out, or start a new run with `engine run CONFIG --from RUN`"
-    return ConfigError(field, now, law, f"{fix}; docs/OPERATIONS.md, Stop and resume, lists what a resume can change")
+    return ConfigError(field, now, law, f"{fix}; docs/RESUME.md lists what a resume can change")
 
 
 def _leaves(path: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:

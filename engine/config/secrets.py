@@ -25,7 +25,7 @@ def refuse_secrets(tree: Mapping[str, Any]) -> None:
 
 def _refusal(path: str, what: str) -> ConfigError:
     law = f"is {what}, which would be stored in the run's directory and record"
-    return ConfigError(path, HIDDEN, law, "pass it in an environment variable (docs/FILES.md, Secrets)")
+    return ConfigError(path, HIDDEN, law, "pass it in an environment variable (docs/OPERATIONS.md, Secrets)")
 
 
 def _values(tree: Any, path: str = "", secret: bool = False) -> Iterator[tuple[str, bool, Any]]:

@@ -38,7 +38,7 @@ CLEAR, SLIGHT = 2.0, 1.0
 """Number of standard errors by which a reward must rise to rise clearly, or slightly."""
 LEARN = (
     "let the model imitate right answers for longer (model.warm_start), or begin with easier prompts; "
-    "see docs/HOWTO_REWARD.md#a-reward-that-does-not-rise"
+    "see docs/BOTTLENECK.md#a-reward-that-does-not-rise"
 )
 GAP = 0.5
 """Mean gap between the log-probs of sampler and trainer that is reported, as by the alert `EngineLogprobGap`."""

@@ -154,7 +154,7 @@ def test_no_progress_is_found_only_from_the_start_of_a_run_on() -> None:
     assert names_found(curve[1:]) == [], "the rows of the start are lost"
     assert names_found(rewarded([0.3, 0.31] * 20 + [0.6, 0.61] * 20)) == []
     (found,) = findings(curve)
-    assert "model.warm_start" in found.text and "docs/HOWTO_REWARD.md#a-reward-that-does-not-rise" in found.text
+    assert "model.warm_start" in found.text and "docs/BOTTLENECK.md#a-reward-that-does-not-rise" in found.text
 
 
 def test_only_wrong_responses_are_found_though_some_get_a_small_reward() -> None:
