@@ -1,7 +1,8 @@
-"""Writes docs/reference/CONFIG.md and COMMANDS.md: every field of a configuration and every command of `engine`.
+"""Writes docs/reference/CONFIG.md, COMMANDS.md and MIGRATION.md: every field, every command, every foreign setting.
 
 Run from the root: python docs/reference.py. The pages are made from the models of the configuration, the shipped
-configurations and the parser of the command line, so a test notices a page that is not written again.
+configurations, the parser of the command line and the names that other systems give to settings, so a test notices a
+page that is not written again.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from engine import cli
 from engine.config.loading import expected, parse_yaml
+from engine.config.migration import tables
 from engine.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +59,17 @@ to stderr. `samples --json` prints one line for each sample instead.
     eval "$(engine --completion bash)"            # in ~/.bashrc
     eval "$(engine --completion zsh)"             # in ~/.zshrc, after compinit
     engine --completion fish | source             # in ~/.config/fish/config.fish
+"""
+
+
+MIGRATION = """\
+# Every setting of other systems
+
+The field or command that replaces each setting of TRL, verl, SkyRL, prime-rl and AReaL.
+[MIGRATION.md](../MIGRATION.md) has whole configurations before and after, and what behaves differently.
+
+`python docs/reference.py` writes this page from `engine/config/migration_tables.md`: do not edit it.
+A `*` stands for every setting with that prefix.
 """
 
 
@@ -256,7 +269,17 @@ def _argument(action: argparse.Action) -> str:
     return f"| {cell(f'`{shown}`')} | {cell(text)} |"
 
 
-PAGES = {"CONFIG.md": config_page, "COMMANDS.md": commands_page}
+# -- settings of other systems -----------------------------------------------------------------------------------------
+
+
+def migration_page() -> str:
+    """The text of MIGRATION.md."""
+    names = [f"[{name}](#{name.lower()})" for name in tables()]
+    parts = [MIGRATION, f"Systems: {' · '.join(names)}\n"]
+    return "\n".join([*parts, *(f"## {name}\n\n{table}\n" for name, table in tables().items())])
+
+
+PAGES = {"CONFIG.md": config_page, "COMMANDS.md": commands_page, "MIGRATION.md": migration_page}
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()

@@ -2,7 +2,7 @@
 
 `migration_tables.md` has a table for each system, and a row for one flag, or for several with the same prefix
 (`rollout.val_kwargs.*`). It must never guess: the row of a flag without a counterpart says why. `loading` asks this
-module when a configuration has an unknown key; the pages in docs/migrate/ have the same tables, which a test compares.
+module when a configuration has an unknown key; docs/reference/MIGRATION.md is made from the same tables.
 """
 
 import re
@@ -25,7 +25,7 @@ class Flag(NamedTuple):
 
 @cache
 def tables() -> dict[str, str]:
-    """The text of each system's table, as its page shows it."""
+    """The text of each system's table, as the page shows it."""
     sections = TABLES.read_text(encoding="utf-8").split("\n## ")[1:]
     return {name: text.strip() for name, _, text in (section.partition("\n") for section in sections)}
 
