@@ -1,8 +1,8 @@
-"""Writes docs/reference/CONFIG.md, COMMANDS.md and MIGRATION.md: every field, every command, every foreign setting.
+"""Writes docs/reference: every field of a configuration, command of `engine`, setting of other systems, request field.
 
 Run from the root: python docs/reference.py. The pages are made from the models of the configuration, the shipped
-configurations, the parser of the command line and the names that other systems give to settings, so a test notices a
-page that is not written again.
+configurations, the parser of the command line and the tables of migration and gateway, so a test notices a page that
+is not written again.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from engine import cli
 from engine.config.loading import expected, parse_yaml
 from engine.config.migration import tables
 from engine.config.schema import Config
+from engine.gateway.request_fields import CHAT, COMPLETIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -70,6 +71,17 @@ The field or command that replaces each setting of TRL, verl, SkyRL, prime-rl an
 
 `python docs/reference.py` writes this page from `engine/config/migration_tables.md`: do not edit it.
 A `*` stands for every setting with that prefix.
+"""
+
+
+REQUESTS = """\
+# Every field of a request
+
+What the gateway for [agents](../AGENTS.md#endpoints) does with each field of OpenAI's API, in `/v1/chat/completions`
+and `/v1/completions`. Fields that are in neither this table nor OpenAI's documentation have no effect.
+
+In `/v1/completions`, `logprobs` is the number of most likely tokens, from 0 to 20, and `add_special_tokens` must be true.
+`python docs/reference.py` writes this page from `engine/gateway/request_fields.py`: do not edit it.
 """
 
 
@@ -279,7 +291,22 @@ def migration_page() -> str:
     return "\n".join([*parts, *(f"## {name}\n\n{table}\n" for name, table in tables().items())])
 
 
-PAGES = {"CONFIG.md": config_page, "COMMANDS.md": commands_page, "MIGRATION.md": migration_page}
+# -- requests of agents ------------------------------------------------------------------------------------------------
+
+
+def requests_page() -> str:
+    """The text of REQUESTS.md."""
+    merged = {**CHAT, **COMPLETIONS, **{name: CHAT[name] for name in ("logprobs", "add_special_tokens")}}
+    rows = [f"| `{name}` | {rule.treatment} | {rule.allowed} | {rule.reason} |" for name, rule in merged.items()]
+    return "\n".join([REQUESTS, "| field | | allowed | remark |", "|---|---|---|---|", *rows]) + "\n"
+
+
+PAGES = {
+    "CONFIG.md": config_page,
+    "COMMANDS.md": commands_page,
+    "MIGRATION.md": migration_page,
+    "REQUESTS.md": requests_page,
+}
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()

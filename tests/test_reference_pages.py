@@ -30,7 +30,7 @@ def page(name: str) -> str:
     return (DOCS / "reference" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["CONFIG.md", "COMMANDS.md", "MIGRATION.md"])
+@pytest.mark.parametrize("name", ["CONFIG.md", "COMMANDS.md", "MIGRATION.md", "REQUESTS.md"])
 def test_a_page_of_the_reference_is_what_the_code_says_now(name: str) -> None:
     assert page(name) == load().PAGES[name](), f"docs/reference/{name} is stale: run python docs/reference.py"
 

@@ -95,7 +95,7 @@ class AgentSection(Section):
 
 
 class EnvironmentSection(Section):
-    """Episodes of an environment with tools (docs/ENVIRONMENTS.md), instead of an agent."""
+    """Episodes of an environment with tools (docs/AGENTS.md), instead of an agent."""
 
     class_name: str | None = Field(
         None,

@@ -121,7 +121,7 @@ def _untried(adapter: Any) -> Iterator[str]:
         if package and not f"{(found := version(package))}.".startswith(f"{tried}."):
             yield (
                 f"note: {adapter.__module__}:{adapter.__qualname__} was tested with {package} {tried}, not with the "
-                f"installed {found} (docs/ENVIRONMENTS.md)"
+                f"installed {found} (docs/AGENTS.md)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Environments: multi-turn tasks with tools, which a user writes or adapts (docs/ENVIRONMENTS.md)."""
+"""Environments: multi-turn tasks with tools, which a user writes or adapts (docs/AGENTS.md)."""
 
 from engine.environments.protocol import Environment, Opening, StepResult, ToolCall, Turn
 

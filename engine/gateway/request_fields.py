@@ -1,6 +1,6 @@
 """What the gateway does with each field of OpenAI's requests: one table, which checks requests and documents them.
 
-`openai_format.py` checks every request with it; docs/AGENTS.md shows it. A field that would change the answer, and that
+`openai_format.py` checks every request with it; docs/reference/REQUESTS.md shows it. A field that would change the answer, and that
 the gateway cannot honor, must never be ignored: the request is refused with the field and the values that it may have.
 """
 
@@ -119,7 +119,7 @@ CHAT: Mapping[str, Rule] = {
         allowed="auto, none, required or a named function",
         accepts=lambda value: value in ("auto", "none", "required") or bool(named_function(value)),
         reason="required and a named function: honored with backend vllm, or treated as auto "
-        "([agent.tool_choice](#forced-tool-calls))",
+        "([agent.tool_choice](../AGENTS.md#forced-tool-calls))",
     ),
     "parallel_tool_calls": _only(True, reason="the number of calls cannot be limited"),
     "response_format": Rule(

@@ -1,6 +1,5 @@
 """What the gateway honors and refuses: the table, and requests that go by it."""
 
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -76,14 +75,6 @@ def test_what_would_change_an_answer_and_cannot_be_honored_is_refused(name: str,
 )
 def test_values_without_an_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert refusal_of(CHAT, fields) is None
-
-
-def test_the_documentation_has_the_table() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text(encoding="utf-8")
-    merged = {**CHAT, **COMPLETIONS, "logprobs": CHAT["logprobs"], "add_special_tokens": CHAT["add_special_tokens"]}
-    rows = [f"| `{name}` | {rule.treatment} | {rule.allowed} | {rule.reason} |" for name, rule in merged.items()]
-    missing = [row for row in rows if row not in text]
-    assert missing == []
 
 
 def test_top_logprobs_need_logprobs_and_have_a_bound() -> None:

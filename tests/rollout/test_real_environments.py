@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"verifiers": "verifiers==0.4.0", "skyrl_gym": "skyrl-gym==0.4.0"}
-"""As docs/ENVIRONMENTS.md names them."""
+"""As docs/AGENTS.md names them."""
 
 
 @pytest.mark.parametrize("adapter", PACKAGES)
