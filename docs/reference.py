@@ -80,8 +80,8 @@ REQUESTS = """\
 What the gateway for [agents](../AGENTS.md#endpoints) does with each field of OpenAI's API, in `/v1/chat/completions`
 and `/v1/completions`. Fields that are in neither this table nor OpenAI's documentation have no effect.
 
-In `/v1/completions`, `logprobs` is the number of most likely tokens, from 0 to 20, and `add_special_tokens` must be true.
-`python docs/reference.py` writes this page from `engine/gateway/request_fields.py`: do not edit it.
+In `/v1/completions`, `logprobs` is the number of most likely tokens, from 0 to 20, and `add_special_tokens` must be
+true. `python docs/reference.py` writes this page from `engine/gateway/request_fields.py`: do not edit it.
 """
 
 

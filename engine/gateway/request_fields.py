@@ -1,7 +1,8 @@
 """What the gateway does with each field of OpenAI's requests: one table, which checks requests and documents them.
 
-`openai_format.py` checks every request with it; docs/reference/REQUESTS.md shows it. A field that would change the answer, and that
-the gateway cannot honor, must never be ignored: the request is refused with the field and the values that it may have.
+`openai_format.py` checks every request with it; docs/reference/REQUESTS.md shows it. A field that would change the
+answer, and that the gateway cannot honor, must never be ignored: the request is refused with the field and the values
+that it may have.
 """
 
 import json
