@@ -90,6 +90,8 @@ class GroupGenerated(GroupEvent, frozen=True, kw_only=True, tag=3):
     """Largest minus smallest reward of these trainable trajectories."""
     described: str = ""
     """What policies see of the group, as JSON (`workers.group_reports.describe`); empty if none of the run asks."""
+    longest: int = 0
+    """Response tokens of the longest rollout; 0: unknown."""
 
 
 class GroupAborted(GroupEvent, frozen=True, kw_only=True, tag=4):

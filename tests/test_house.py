@@ -34,7 +34,7 @@ STATES = {*EVENTS, "states"}
 POLICIES = {*STATES, "policies"}
 SCHEDULING = {*POLICIES, "scheduling"}
 RECORD = {*SCHEDULING, "record"}
-RUNTIME = {*RECORD, "protocols", "workers", "storage", "metrics", "control", "gateway", "config", "version"}
+RUNTIME = {*RECORD, "hardware", "protocols", "workers", "storage", "metrics", "control", "gateway", "config", "version"}
 WORK = {"training", "tasks", "environments", "rollout"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -74,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {*SCHEDULING, *BOTTOM, *WORK, "extras"},
     # the loop, and what surrounds it
     "runtime": RUNTIME,
-    "simulation": {*RUNTIME, "runtime"},
+    "simulation": {*RUNTIME, "runtime", "section", "inspect"},
     "plans": {*RUNTIME, *WORK, "runtime"},
     "actors": {*RUNTIME, *BOTTOM, *WORK, "runtime", "plans"},
     # the wiring

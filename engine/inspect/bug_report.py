@@ -62,7 +62,7 @@ def report_bug(record: Record, config: Mapping[str, Any], names: Iterable[str], 
     placeholders = Placeholders([*chosen, *head.policies.values(), *states, *names])
     head = Header(
         run=RUN, limits=placeholders.replaced(limits).to_plain(), policies=head.policies, config=dict(config),
-        code=head.code, flags=head.flags,
+        code=head.code, flags=head.flags, cores=head.cores,
     )  # fmt: skip
     recorder = MemoryRecorder(head)
     for place in () if whole else record.snapshots():

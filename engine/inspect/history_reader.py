@@ -51,7 +51,7 @@ def made_history(
         groups=tuple(groups[id] for id in sorted(groups)), steps=_steps(ended.steps), syncs=tuple(ended.syncs),
         validations=tuple(ended.validations), lives=tuple(ended.lives), checkpoints=tuple(ended.checkpoints),
         idle=tuple(ended.idle), tokens=tokens, rows=tuple(ended.rows), failures=tuple(ended.failures),
-        functions=open.calls.totals, settings=tuple(ended.settings),
+        functions=open.calls.totals, cores=header.cores, settings=tuple(ended.settings),
     )  # fmt: skip
 
 

@@ -67,6 +67,8 @@ class GenerationAttempt(Struct, frozen=True, array_like=True, gc=False):
     ended_by: EventId
     ordered_by: EventId
     """The event after which the scheduler ordered its end; `ended_by` where nothing ordered it."""
+    longest: int = 0
+    """Tokens of its longest rollout, if it was generated; 0: unknown."""
 
 
 class RowsAttempt(NamedTuple):
@@ -296,6 +298,8 @@ class History:
     failures: tuple[Failure, ...]
     functions: Mapping[str, FunctionTotals]
     """Those of the user's functions of which calls were reported."""
+    cores: int = 0
+    """CPU cores of the machine that ran the scheduler; 0: unknown, or it has GPUs."""
     settings: tuple[tuple[float, str, str], ...] = ()
     """(time, setting, value) of each change of a live setting."""
 

@@ -365,7 +365,8 @@ class HistoryBuilder:
         by = last if event is None else event.id
         if group.attempt is not None:
             how = self._end_of(group, group.attempt.replica, last, by, event)
-            self._end_attempt(record.id, group, record, tokens, at, *how)
+            longest = event.longest if type(event) is GroupGenerated else 0
+            self._end_attempt(record.id, group, record, tokens, at, *how, longest)
         elif group.wait is not None:
             self._end_wait(record.id, group, state, at, by)
         if tokens != group.tokens:
@@ -405,7 +406,7 @@ class HistoryBuilder:
 
     def _end_attempt(
         self, id: GroupId, group: _LiveGroup, record: Group | None, tokens: int, at: float, outcome: str, reason: str,
-        by: EventId, ordered_by: EventId,
+        by: EventId, ordered_by: EventId, longest: int = 0,
     ) -> None:  # fmt: skip
         began, group.attempt = group.attempt, None
         assert began is not None
@@ -416,6 +417,7 @@ class HistoryBuilder:
             GenerationAttempt(
                 id, began.attempt, began.replica, began.life, began.start, at, began.resumed, outcome, reason,
                 began.version, oldest, newest, tokens, max(0, tokens - began.tokens), began.cause, by, ordered_by,
+                longest,
             )
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ from engine.record.snapshots import restore
 log = logging.getLogger(__name__)
 
 FILE = "history.log"
-MAGIC = b"history1"
+MAGIC = b"history2"
 """The first bytes. Change the number with the fields or the meaning of `Intervals` or `OpenValues`."""
 MOST_REPLAYED = 50_000
 """Maximum number of events that a run replays for its log before it resumes: a few seconds. If the log lacks more, the

@@ -75,6 +75,8 @@ class Header(Frame, frozen=True, kw_only=True, tag=0):
     """Version of the engine that wrote it."""
     flags: tuple[str, ...] = ()
     """Logic flags in force."""
+    cores: int = 0
+    """CPU cores of the machine that runs the scheduler; 0: unknown, or it has GPUs."""
 
 
 class Tick(Frame, frozen=True, tag=1):

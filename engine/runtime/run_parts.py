@@ -9,12 +9,14 @@ tick. All others are delivered at once.
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 
 from engine.commands import FinishRun
 from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
+from engine.hardware import gpu_count
 from engine.metrics.collector import RunMetrics
 from engine.metrics.history_log import HistoryLog
 from engine.metrics.journal import Row, first_rows, validation_rows
@@ -91,6 +93,7 @@ def header_of(plan: Plan) -> Header:
         policies=dict(PolicySet.from_names(plan.policies).names),
         config=dict(plan.config),
         code=__version__,
+        cores=0 if gpu_count() else len(os.sched_getaffinity(0)),
     )
 
 

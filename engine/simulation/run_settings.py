@@ -50,6 +50,8 @@ class Setting:
     limits: Limits
     replicas: int = 2
     slots: int = 4
+    samples: int = 2
+    """Trajectories of a group."""
     prompts: int = 64
     """Number of prompts in the data source."""
     seed: int = 0

@@ -5,9 +5,13 @@ time and fail at random.
 """
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import count
+from math import ceil
 from random import Random
 from typing import Any
 
@@ -15,13 +19,13 @@ from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, StepId, Version
 from engine.protocols import Batch, Generated, GroupWork, Scores
 from engine.simulation.run_settings import Setting
+from engine.simulation.shared_hardware import Hardware
 from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
+from engine.workers.clock import INSTANT_S
 from engine.workers.plan import Restore
 
-SAMPLES = 2
-"""Trajectories of a group. The first has half of the group's length, rounded up."""
 ROUNDING = 1e-6
 """Tolerance in tokens: sums of durations are rounded."""
 PARETO = 1.5
@@ -38,7 +42,7 @@ def row_reward(row: int, version: Version) -> float | None:
 
 
 class Dice:
-    """The random draws of one world, and sleeps of random length."""
+    """The random draws of one world, from the figures of its setting."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -55,9 +59,45 @@ class Dice:
         """The maximum number of events in the next tick."""
         return self.setting.tick_size or self.random.randint(1, 64)
 
-    async def work(self, seconds: float) -> None:
-        """Sleep for about `seconds`."""
-        await asyncio.sleep(self.vary(seconds))
+    def seconds(self, task: str, tokens: int = 0) -> float:
+        """The duration of a piece of work: `train` on a batch with this number of response tokens, `score`, `publish`,
+        `stage`, `pause`, `install`, `measure` a validation row, `prefill` groups that start together, `prompt` for each
+        of them, `overhead` of a group after its last token, or the name of an added state."""
+        setting = self.setting
+        match task:
+            case "train":
+                return self.vary(setting.train_s)
+            case "score" | "publish" | "stage" | "pause" | "install":
+                return self.vary(setting.sync_s)
+            case "measure":
+                return self.vary(setting.measure_s)
+            case "prefill" | "prompt" | "overhead":
+                return 0.0
+            case _:
+                return self.vary(setting.state_s)
+
+    def token_s(self, responses: int) -> float:
+        """The duration of a token on a replica that samples this number of responses."""
+        return self.setting.token_s
+
+    token_size = 1
+    """Tokens that each simulated token stands for."""
+    share_of_replica = 0.0
+    share_of_trainer = 0.0
+    """Shares of common hardware that a process uses while it works."""
+    trainer_slower = 1.0
+    """How many times as much as a replica the trainer slows down when these are used up."""
+    rewards_at_once = 1
+    """Calls of reward functions that a replica runs at once."""
+
+    def reward_calls(self) -> Sequence[float]:
+        """The durations of the calls of reward functions for a group."""
+        return ()
+
+    def ends(self, group: GroupId) -> Sequence[float]:
+        """The lengths of a group's trajectories, the shortest first. The same for every run with this seed."""
+        longest = self.length(group)
+        return ((longest + 1) // 2, longest)
 
     def length(self, group: GroupId) -> int:
         """The length of a group's longest trajectory in tokens. It depends on the seed and the group alone."""
@@ -79,17 +119,16 @@ class Sampling:
     group: TrajectoryGroup
     """Its trajectories have the tokens only after `SimGenerator._write`."""
     work: GroupWork
-    ends: tuple[int, int]
-    """Length of each trajectory."""
-    progress: float
-    """Tokens of the longest trajectory so far, with the fraction of the next one."""
-    since: float
-    """Time at which `progress` was last updated."""
+    ends: Sequence[float]
+    """Lengths of the trajectories, the shortest first."""
+    zero: float
+    """`SimGenerator.clock` at which it had no tokens."""
     stuck: bool
     cut: str
     done: "asyncio.Future[None]"
     """Completed when every trajectory has its full length, or the group is aborted or truncated."""
     saved: float
+    """Tokens in its newest prefix."""
     finished: int = 0
     """Number of trajectories that have their full length."""
     running: int = 0
@@ -97,20 +136,22 @@ class Sampling:
     reported: int = 0
     """Finished trajectories that `GroupWork.finished` was called with."""
     unwritten: list[tuple[int, Version]] = field(default_factory=list)
-    """For each version used since the last `_write`: the length of the longest trajectory at its last token."""
-    timer: asyncio.TimerHandle | None = None
-    """Fires when the next trajectory ends or a prefix is due."""
+    """For each earlier version used since the last `_write`: the length of the longest trajectory at its last token."""
 
 
 class SimGenerator:
-    """A `protocols.Generator` that samples a token of every trajectory each `token_s`."""
+    """A `protocols.Generator` that samples a token of every trajectory in the same time, which may depend on their
+    number. All trajectories of a replica so share one clock, which counts tokens."""
 
-    def __init__(self, dice: Dice, fail: Callable[[Exception], None]) -> None:
+    def __init__(self, dice: Dice, fail: Callable[[Exception], None], hardware: Hardware | None = None) -> None:
         """`fail`: ends the run with the error of a broken law."""
         self._dice = dice
         self._fail = fail
         self._setting = dice.setting
+        self._hardware = hardware or Hardware()
+        self._hardware.watch(self._repace)
         self._rewarded = all(state.name != REWARDING for state in dice.setting.limits.added_states)
+        self._reward_calls = asyncio.Semaphore(dice.rewards_at_once)
         self.version: Version = 0
         self.frozen = False
         self.groups: dict[GroupId, Sampling] = {}
@@ -118,11 +159,22 @@ class SimGenerator:
         """Trajectories that are being sampled."""
         self.measuring = 0
         """Validation rows that are being answered."""
+        self.clock = 0.0
+        """Tokens that a trajectory would have that was sampled from the start."""
+        self._advanced_at = 0.0
+        """When `clock` was last updated; in the future while prompts are read and nothing is sampled."""
+        self._prefilled_at = -1.0
+        self._pace = 1.0
+        """Seconds of a token since then."""
+        self._due: list[tuple[float, int, Sampling]] = []
+        """The heap of what comes next in each group: at which clock a trajectory ends or a prefix is due."""
+        self._entries = count()
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def token_s(self) -> float:
-        """Current duration of a token."""
-        return self._setting.token_s
+        """Duration of a token from now on."""
+        return self._dice.token_s(self.running + self.measuring)
 
     async def generate(self, work: GroupWork) -> Generated:
         if work.held_out:
@@ -131,9 +183,10 @@ class SimGenerator:
         if work.partial is not None:
             group = copy_group(work.partial)
         group.trajectories += [Trajectory() for _ in range(work.samples - len(group.trajectories))]
+        self._advance()
         reached = max(len(one.token_ids) for one in group.trajectories)
         sampling = Sampling(
-            group, work, _ends(self._dice.length(work.group)), reached, _now(),
+            group, work, self._dice.ends(work.group), self.clock - reached,
             self._dice.chance(self._setting.faults.stick), "truncate" if work.truncate else "",
             asyncio.get_running_loop().create_future(), reached,
         )  # fmt: skip
@@ -141,58 +194,116 @@ class SimGenerator:
         self._count(sampling)
         self._continue(sampling)
         self._check_slots()
+        self._prefill()
+        self._repace()
         try:
             await sampling.done
         finally:
+            self._advance()
             del self.groups[work.group]
             self.running -= sampling.running
-            if sampling.timer is not None:
-                sampling.timer.cancel()
+            sampling.running = 0
+            self._repace()
         if sampling.cut == "abort":
             self._write(sampling)
             return Generated(group=group, aborted=True)
         if not sampling.cut:
             self._fail_by_chance()
         self._finish(sampling)
+        await self._reward()
+        if overhead := self._dice.seconds("overhead"):
+            await asyncio.sleep(overhead)
         return Generated(group=group)
 
+    def _prefill(self) -> None:
+        """Read a prompt: nothing is sampled meanwhile. Prompts that come at the same time are read together."""
+        now = _now()
+        seconds = self._dice.seconds("prompt")
+        if now != self._prefilled_at:
+            self._prefilled_at, seconds = now, seconds + self._dice.seconds("prefill")
+        self._advanced_at += seconds * self._hardware.slowdown
+
+    async def _reward(self) -> None:
+        """Wait for the calls of the reward functions."""
+
+        async def call(seconds: float) -> None:
+            async with self._reward_calls:
+                await asyncio.sleep(seconds)
+
+        calls = self._dice.reward_calls()
+        if calls:
+            await asyncio.gather(*map(call, calls))
+
+    # the clock
+
+    def _advance(self) -> None:
+        """Count the tokens up to the present."""
+        now = _now()
+        if now > self._advanced_at:
+            if not self.frozen:
+                self.clock += (now - self._advanced_at) / self._pace
+            self._advanced_at = now
+
+    def _repace(self) -> None:
+        """Sample at another speed from now on, and wake up for what comes next."""
+        self._advance()
+        self._hardware.use(self, self._dice.share_of_replica if self.running and not self.frozen else 0.0)
+        self._pace = self.token_s * self._hardware.slowdown
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._due and self._due[0][2].done.done():
+            heappop(self._due)
+        if self._due and not self.frozen:
+            wait_s = max(0.0, self._due[0][0] - self.clock) * self._pace + self._advanced_at - _now()
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._act_on_timer)
+
+    def _act_on_timer(self) -> None:
+        self._timer = None
+        self._advance()
+        while self._due and self._due[0][0] <= self.clock + self._rounding:
+            sampling = heappop(self._due)[2]
+            if not sampling.done.done():
+                self._count(sampling)
+                self._continue(sampling)
+        self._repace()
+
+    @property
+    def _rounding(self) -> float:
+        """Tokens that may be missing when a timer fires."""
+        return max(ROUNDING, 2 * INSTANT_S / self._pace)
+
+    def _progress(self, sampling: Sampling) -> float:
+        """Tokens of a group's longest trajectory, with the fraction of the next one."""
+        return sampling.saved if sampling.stuck else min(max(0.0, self.clock - sampling.zero), sampling.ends[-1])
+
     def _continue(self, sampling: Sampling) -> None:
-        """Sample the tokens up to the present; then end the group, or set the timer for what comes next."""
-        if sampling.timer is not None:
-            sampling.timer.cancel()
-            sampling.timer = None
-        self._sample(sampling, _now())
-        if sampling.cut or sampling.finished == SAMPLES:
+        """End a group, or note when its next trajectory ends or its next prefix is due."""
+        if sampling.cut or sampling.finished == len(sampling.ends):
             if not sampling.done.done():
                 sampling.done.set_result(None)
+            return
+        if sampling.stuck:
             return
         self._save(sampling)
         if sampling.reported < sampling.finished:
             sampling.reported = sampling.finished
             sampling.work.finished(sampling.finished)
-        if not (self.frozen or sampling.stuck):
-            tokens = sampling.ends[sampling.finished] - sampling.progress
-            every = sampling.work.save_every_tokens
-            if every:
-                tokens = min(tokens, max(sampling.saved + every - sampling.progress, 0.0))
-            sampling.timer = asyncio.get_running_loop().call_later(tokens * self.token_s, self._act_on_timer, sampling)
-
-    def _act_on_timer(self, sampling: Sampling) -> None:
-        sampling.timer = None
-        self._continue(sampling)
+        tokens, every = sampling.ends[sampling.finished], sampling.work.save_every_tokens
+        if every:
+            tokens = min(tokens, sampling.saved + every)
+        heappush(self._due, (sampling.zero + tokens, next(self._entries), sampling))
 
     def _count(self, sampling: Sampling) -> None:
         """Update the number of running trajectories after a group has begun, grown or been cut."""
-        reached = sampling.progress + ROUNDING
-        short, long = sampling.ends
-        sampling.finished = (short <= reached) + (long <= reached)
-        running = 0 if sampling.cut else SAMPLES - sampling.finished
+        sampling.finished = bisect_right(sampling.ends, self._progress(sampling) + self._rounding)
+        running = 0 if sampling.cut else len(sampling.ends) - sampling.finished
         self.running += running - sampling.running
         sampling.running = running
 
     def _check_slots(self) -> None:
         """Check law 2: the run fails if more trajectories are sampled than the slots allow."""
-        most = self._setting.slots * SAMPLES
+        most = self._setting.slots * self._setting.samples
         if self.running > most:
             self._fail(EngineError(f"law 2: {self.running} trajectories are sampled, but the slots allow only {most}"))
 
@@ -201,36 +312,29 @@ class SimGenerator:
 
     def needed(self) -> float:
         """Tokens of the running trajectories, as a share of those for which the cache has room."""
-        self.sample_all()
-        held = sum(sampling.progress * sampling.running for sampling in self.groups.values())
+        self._advance()
+        held = sum(self._progress(sampling) * sampling.running for sampling in self.groups.values())
         return held / self._setting.cache_tokens
-
-    def _sample(self, sampling: Sampling, now: float) -> None:
-        """Sample the tokens up to the present."""
-        if now == sampling.since:
-            return
-        if not (self.frozen or sampling.stuck):
-            grown = sampling.progress + (now - sampling.since) / self.token_s
-            sampling.progress = min(grown, float(sampling.ends[-1]))
-            unwritten, tokens = sampling.unwritten, int(sampling.progress + ROUNDING)
-            if unwritten and unwritten[-1][1] == self.version:
-                unwritten[-1] = (tokens, self.version)
-            else:
-                unwritten.append((tokens, self.version))
-            self._count(sampling)
-        sampling.since = now
 
     def _save(self, sampling: Sampling) -> None:
         save, every = sampling.work.save, sampling.work.save_every_tokens
-        if save is not None and sampling.progress - sampling.saved >= every - ROUNDING:
-            sampling.saved = sampling.progress
+        progress = self._progress(sampling)
+        if save is not None and progress - sampling.saved >= every - self._rounding:
+            sampling.saved = progress
             self._write(sampling)
             save(copy_group(sampling.group))
+
+    def _note_version(self) -> None:
+        """Note which tokens were sampled so far, before another version samples the others."""
+        self._advance()
+        for sampling in self.groups.values():
+            sampling.unwritten.append((int(self._progress(sampling) + ROUNDING), self.version))
 
     def _write(self, sampling: Sampling, unfinished: str = "") -> None:
         """Append the sampled tokens to the trajectories. `unfinished`: the finish reason of those without their full
         length."""
-        for one, end in zip(sampling.group.trajectories, sampling.ends, strict=True):
+        sampling.unwritten.append((int(self._progress(sampling) + ROUNDING), self.version))
+        for one, end in zip(sampling.group.trajectories, map(ceil, sampling.ends), strict=True):
             before = reached = len(one.token_ids)
             spans = []
             for stop, version in sampling.unwritten:
@@ -259,10 +363,12 @@ class SimGenerator:
     async def _answer(self, work: GroupWork) -> Generated:
         """Answer a validation row. It needs no slot of a group, and a pause does not delay it."""
         self.measuring += 1
+        self._repace()
         try:
-            await self._dice.work(self._setting.measure_s)
+            await asyncio.sleep(self._dice.seconds("measure"))
         finally:
             self.measuring -= 1
+            self._repace()
         if self._dice.chance(self._setting.faults.fail_rows):
             raise Fault("fault")
         reward = row_reward(work.prompt.row, self.version)
@@ -271,12 +377,6 @@ class SimGenerator:
         answer = Trajectory(finish_reason="stop", reward=reward)
         return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[answer]))
 
-    def sample_all(self) -> None:
-        """Sample the tokens of every group up to the present, before the weights or the pace change."""
-        now = _now()
-        for sampling in self.groups.values():
-            self._sample(sampling, now)
-
     async def abort(self, groups: Sequence[GroupId]) -> None:
         self._cut(groups, "abort")
 
@@ -284,62 +384,59 @@ class SimGenerator:
         self._cut(groups, "truncate")
 
     def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        self._advance()
         for group in groups:
             sampling = self.groups.get(group)
             if sampling is not None:
-                self._sample(sampling, _now())
                 sampling.cut = sampling.cut or how
                 self._count(sampling)
                 self._continue(sampling)
+        self._repace()
 
     async def pause(self, mode: str) -> None:
-        await self._sync()
+        await self._sync("pause")
         if mode == "abort":
             self._cut(list(self.groups), "abort")
         if mode != "wait":
-            self.sample_all()
+            self._advance()
             self.frozen = True
+            self._repace()
 
     async def stage(self, version: Version, weights: Any) -> None:
-        await self._sync()
+        await self._sync("stage")
 
     async def install(self, version: Version) -> None:
-        await self._sync()
-        self.sample_all()
+        await self._sync("install")
+        self._note_version()
         self.version = version
 
-    async def _sync(self) -> None:
-        await self._dice.work(self._setting.sync_s)
+    async def _sync(self, task: str) -> None:
+        await asyncio.sleep(self._dice.seconds(task))
         if self._dice.chance(self._setting.faults.fail_sync):
             raise Fault("fault")
 
     async def resume(self) -> None:
-        self.sample_all()
+        self._advance()
         self.frozen = False
-        for sampling in self.groups.values():
-            if sampling.timer is None:  # any other timer is early by the pause, and is then set again
-                self._continue(sampling)
+        self._repace()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self._hardware.use(self, 0.0)
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _ends(longest: int) -> tuple[int, int]:
-    """Length of each trajectory of a group."""
-    return ((longest + 1) // 2, longest)
-
-
 class SimTrainer:
     """A `protocols.Trainer` whose weights are the number of trained steps."""
 
-    def __init__(self, dice: Dice, busy: Callable[[float], None]) -> None:
+    def __init__(self, dice: Dice, busy: Callable[[float], None], hardware: Hardware | None = None) -> None:
         """`busy`: called with the seconds of each piece of work."""
         self._dice = dice
         self._setting = dice.setting
         self._busy = busy
+        self._hardware = hardware or Hardware()
         self._progressed: Callable[[], None] = lambda: None
         self.steps = 0
 
@@ -347,26 +444,38 @@ class SimTrainer:
         self._progressed = progressed
 
     async def score(self, batch: Batch, task: str) -> None:
-        await self._work(self._setting.sync_s)
+        await self._work(self._dice.seconds("score"))
 
     async def train(self, batch: Batch) -> dict[str, float]:
-        await self._work(self._setting.train_s, self._setting.train_reports)
+        tokens = sum(group.tokens for group in batch.groups)
+        await self._work(self._dice.seconds("train", tokens), self._setting.train_reports)
         self.steps = batch.step + 1
         return {"optimizer_steps": 1}
 
     async def weights(self) -> int:
-        await self._work(self._setting.sync_s)
+        seconds = self._dice.seconds("publish")
+        self._hardware.use(self, self._dice.share_of_trainer)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._hardware.use(self, 0.0)
+        self._done(seconds)
         return self.steps
 
     def save(self, directory: str, step: StepId) -> None:
         self._fail_by_chance()
 
     async def _work(self, seconds: float, reports: int = 0) -> None:
-        seconds = self._dice.vary(seconds)
         for _ in range(reports):
-            await asyncio.sleep(seconds / (reports + 1))
+            await self._compute(seconds / (reports + 1))
             self._progressed()
-        await asyncio.sleep(seconds / (reports + 1))
+        await self._compute(seconds / (reports + 1))
+        self._done(seconds)
+
+    async def _compute(self, seconds: float) -> None:
+        await self._hardware.work(self, self._dice.share_of_trainer, seconds, self._dice.trainer_slower)
+
+    def _done(self, seconds: float) -> None:
         self._busy(seconds)
         self._fail_by_chance()
 
@@ -386,7 +495,7 @@ class SimScorer:
         self._dice = dice
 
     async def score(self, batch: Batch, task: str) -> Scores:
-        await self._dice.work(self._dice.setting.sync_s)
+        await asyncio.sleep(self._dice.seconds("score"))
         if self._dice.chance(self._dice.setting.faults.fail_trainer):
             raise Fault("fault")
         return [[[0.0] * sum(one.loss_mask) for one in group.trajectories] for group in batch.groups]
@@ -398,7 +507,7 @@ def work_of(dice: Dice, state: str) -> Callable[[TrajectoryGroup], Awaitable[Tra
     """The work of an added state, which assigns the rewards if the state is `rewarding`."""
 
     async def work(group: TrajectoryGroup) -> TrajectoryGroup:
-        await dice.work(dice.setting.state_s)
+        await asyncio.sleep(dice.seconds(state))
         if dice.chance(dice.setting.faults.fail_state):
             raise Fault("fault") if dice.chance(0.5) else DataFailure("fault")
         if state == REWARDING:
@@ -414,7 +523,7 @@ def inspection_of(dice: Dice) -> Callable[[Any], Awaitable[None]]:
     """The work of an added state of train steps, which lets everything pass: a refusal would end the run."""
 
     async def work(given: Any) -> None:
-        await dice.work(dice.setting.state_s)
+        await asyncio.sleep(dice.seconds("inspection"))
         if dice.chance(dice.setting.faults.fail_state):
             raise Fault("fault")
 

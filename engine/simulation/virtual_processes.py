@@ -12,8 +12,10 @@ from copy import copy
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from msgspec import structs
+
 from engine.commands import MeasureRows, ResumeGroup, StartGroup
-from engine.events import Event
+from engine.events import Event, GroupAborted, GroupGenerated, PrefixStored
 from engine.ids import LifeNumber, StepId, Version
 from engine.runtime.local.local_processes import WORKERS, LocalProcess, LocalStore, LocalTrajectories, LocalWeights
 from engine.runtime.process_port import Key, Life, SentOrder, Sign
@@ -119,6 +121,15 @@ class VirtualProcess(LocalProcess):
         return super().kill(hung=True)
 
 
+def in_tokens(event: Event, size: int) -> Event:
+    """The event of a world whose simulated tokens stand for `size` tokens each."""
+    if size == 1 or not isinstance(event, GroupGenerated | GroupAborted | PrefixStored):
+        return event
+    if isinstance(event, GroupGenerated):
+        return structs.replace(event, tokens=event.tokens * size, longest=event.longest * size)
+    return structs.replace(event, tokens=event.tokens * size)
+
+
 class VirtualProcesses:
     """Makes lives on the virtual clock."""
 
@@ -159,7 +170,7 @@ class VirtualProcesses:
 
     def _send(self, process: VirtualProcess, outbox: VirtualChannel[Event], event: Event) -> None:
         if not (process.hung or process.dead):
-            outbox.send(event)
+            outbox.send(in_tokens(event, self._dice.token_size))
 
     async def _ask_trainer(self, waits: Waits, steps: StepId) -> None:
         with waits.on(TRAINER):

@@ -31,8 +31,8 @@ from engine.runtime.supervisor import Supervisor
 from engine.runtime.watchdog import Watchdog
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_settings import Faults, Setting
+from engine.simulation.shared_hardware import Hardware
 from engine.simulation.simulated_models import (
-    SAMPLES,
     Dice,
     SimGenerator,
     SimScorer,
@@ -102,6 +102,7 @@ class World:
         self.store = store or LocalTrajectories()
         self.scheduler = Scheduler(setting.limits, policies)
         self.trainer_busy_s = 0.0
+        self._hardware = Hardware()
         self.generators: dict[ReplicaId, SimGenerator] = {}
         self._loop = VirtualLoop()
         self._over: asyncio.Future[FinishRun] = self._loop.create_future()
@@ -145,7 +146,7 @@ class World:
         rows = 0 if limits.validation is None else limits.validation.rows
         return Plan(
             limits=limits,
-            samples=SAMPLES,
+            samples=setting.samples,
             make_rollout=self._rollout,
             make_trainer=self._trainer,
             make_prompts=lambda: CountedPrompts(setting.prompts, setting.prompt),
@@ -164,11 +165,11 @@ class World:
         )
 
     def _rollout(self, replica: ReplicaId) -> Rollout:
-        generator = self.generators[replica] = SimGenerator(self.dice, self._fail)
+        generator = self.generators[replica] = SimGenerator(self.dice, self._fail, self._hardware)
         return Rollout(generator=generator, evaluator=generator)
 
     def _trainer(self) -> Trainer:
-        return SimTrainer(self.dice, self._count_busy)
+        return SimTrainer(self.dice, self._count_busy, self._hardware)
 
     def _count_busy(self, seconds: float) -> None:
         self.trainer_busy_s += seconds

@@ -260,7 +260,12 @@ def generated_event(
         reward_mean=mean,
         reward_spread=spread,
         described="" if described is None else describe(group, described),
+        longest=max(map(_tokens_of, group.rollouts), default=0),
     )
+
+
+def _tokens_of(rollout: list[Trajectory]) -> int:
+    return sum(len(one.token_ids) for one in rollout)
 
 
 LONGEST_VALUE = 200
@@ -274,7 +279,7 @@ def describe(group: TrajectoryGroup, columns: Sequence[str]) -> str:
         for name, value in rollout[-1].reward_parts.items():
             parts.setdefault(name, []).append(value)
     rewards = {name: sum(values) / len(values) for name, values in parts.items()}
-    lengths = [sum(len(one.token_ids) for one in rollout) for rollout in group.rollouts]
+    lengths = [_tokens_of(rollout) for rollout in group.rollouts]
     return json.dumps({**describe_prompt(group.prompt, columns), "lengths": lengths, "rewards": rewards})
 
 

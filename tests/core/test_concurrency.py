@@ -201,8 +201,7 @@ class FullCache(SimGenerator):
     def _look(self) -> None:
         self.pace, before = max(1.0, self.needed()) ** 2, self.pace
         if self.pace != before:
-            for sampling in self.groups.values():
-                self._continue(sampling)
+            self._repace()
         self.looking = bool(self.groups)
         if self.looking:
             asyncio.get_running_loop().call_later(1.0, self._look)

@@ -64,7 +64,7 @@ def test_rejections_come_back(events: tuple[Event, ...], reason: str) -> None:
 def test_no_tag_is_used_twice() -> None:
     for table in (EVENTS, COMMANDS):
         assert len({cls.__struct_config__.tag for cls in table}) == len(table)
-    assert msgpack.unpackb(pack(GENERATED)) == [3, 9, 1.25, 7, 1, 0, 1, 30, 2, 3, 4, 0.5, 1.0, ""]
+    assert msgpack.unpackb(pack(GENERATED)) == [3, 9, 1.25, 7, 1, 0, 1, 30, 2, 3, 4, 0.5, 1.0, "", 0]
 
 
 class Level(IntEnum):

@@ -128,7 +128,7 @@ async def test_a_group_is_kept_before_it_is_reported() -> None:
     assert joined == ProcessUp(kind="replica", index=0, life=1, slots=4, samples=2, version=0)
     assert generated == GroupGenerated(
         group=0, attempt=1, replica=0, life=1, tokens=6, oldest_version=0, newest_version=0, trainable=2,
-        reward_mean=0.5, reward_spread=1.0,
+        reward_mean=0.5, reward_spread=1.0, longest=3,
     )  # fmt: skip
     assert kept_at_report == [False, True]
     assert stage.worker.running == 0

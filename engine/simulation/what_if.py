@@ -1,0 +1,279 @@
+"""What if a run had other settings? Simulates a schedule with the durations of a workload, and compares figures.
+
+    workload = calibrate(window, schedule)
+    simulated = simulate(schedule, workload, seed=0, steps=64)
+    figures_of(simulated.history, 64)
+
+Called by `engine whatif`, `simulate`, `tune` and `explain`. The world is the only model of a schedule
+(`simulation.world`): the production scheduler, executor and workers on a virtual clock.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from engine.config.workload import Workload, typical
+from engine.errors import ConfigError, EngineError
+from engine.ids import StepId
+from engine.inspect.history_reader import made_history
+from engine.metrics.collector import RunMetrics, TakesRows
+from engine.metrics.history import GroupRow, History
+from engine.metrics.history_builder import HistoryBuilder
+from engine.metrics.journal import Journal
+from engine.policies import PolicySet
+from engine.record import Header, NullRecorder, Recorder
+from engine.record.frames import Tick
+from engine.record.recorder import RecordWriter
+from engine.runtime.garbage_collection import rare_collection
+from engine.simulation.calibration import Window, calibrate, window_of
+from engine.simulation.run_settings import Faults, Setting
+from engine.simulation.schedule import Schedule
+from engine.simulation.workload_dice import WorkloadDice
+from engine.simulation.world import World
+from engine.states.limits import Limits
+from engine.version import __version__
+
+OUTSIDE = ("starting", "restarting", "draining", "waiting_for_replicas", "no_prompts")
+"""Times that no setting of the schedule changes."""
+MOST_EVENTS = 100_000_000
+"""A simulated run with more events counts as one that never ends."""
+
+
+class WatchedWorld(World):
+    """A world whose history is found while it runs."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        policies: PolicySet,
+        recorder: RecordWriter,
+        dice: WorkloadDice,
+        journal: TakesRows | None,
+    ) -> None:
+        super().__init__(setting, policies, recorder, dice=dice)
+        self.metrics = RunMetrics(self.scheduler, journal)
+        self.builder = HistoryBuilder(self.scheduler, self.metrics)
+
+    def _observe(self, tick: Tick) -> None:
+        super()._observe(tick)
+        self.metrics.observe(tick)
+        self.builder.take(tick)
+
+    def _report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
+        self.metrics.report(step, metrics)
+
+
+def simulate(
+    schedule: Schedule, workload: Workload, *, seed: int, steps: int, directory: Path | None = None
+) -> History:  # fmt: skip
+    """The history of a simulated run of so many train steps. The same arguments give the same run on any machine.
+    `directory`: of a run, to which the record is written, with everything that the reading commands need.
+
+    Raises: `ConfigError` if the schedule has no replica that generates, or if the run does not end.
+    """
+    limits = simulated_limits(schedule.limits, steps)
+    if schedule.replicas < 1 or all(limits.validates_only(replica) for replica in range(schedule.replicas)):
+        raise ConfigError("rollout.replicas", schedule.replicas, "leaves no replica to generate", "use more")
+    if schedule.rewards_at_once is not None:
+        at_once = workload.rewards.model_copy(update={"at_once": schedule.rewards_at_once})
+        workload = workload.model_copy(update={"rewards": at_once})
+    lost = max(workload.responses.filtered, 0.5)
+    setting = Setting(
+        limits=limits, replicas=schedule.replicas, slots=schedule.slots, samples=schedule.samples, seed=seed,
+        prompts=ceil((steps + limits.max_staleness_steps + 2) * limits.train_batch_size / (1 - lost)),
+        latency_s=0.0,  # the durations of a record include it
+        max_tokens=schedule.max_tokens, start_s=workload.replica.start_s, spread=1.0 - workload.responses.filtered,
+        faults=Faults(fail_group=workload.failures.group, die=workload.failures.replica),
+    )  # fmt: skip
+    header = Header(
+        run=f"simulated-{seed}", limits=limits.to_plain(), policies=dict(schedule.policies),
+        config=dict(schedule.config), code=__version__,
+    )  # fmt: skip
+    recorder: RecordWriter = NullRecorder()
+    journal = None
+    if directory is not None:
+        recorder, journal = Recorder(directory / "schedule", header), Journal(directory / "metrics.jsonl")
+    dice = WorkloadDice(setting, workload, ranks=schedule.ranks)
+    world = WatchedWorld(setting, PolicySet.from_names(schedule.policies), recorder, dice, journal)
+    try:
+        with rare_collection():
+            outcome = world.run(events=MOST_EVENTS)
+    except EngineError as error:
+        raise ConfigError("simulation", str(error), "the run does not end", "change the settings") from error
+    finally:
+        recorder.close()
+        world.metrics.close()
+    world.builder.end()
+    if outcome.outcome != "finished":
+        raise ConfigError(
+            "simulation", outcome.word, f"ended before step {steps}: {outcome.reason}", "change the settings"
+        )
+    return made_history(header, world.builder.ended, world.builder.open, outcome.word, outcome.reason)
+
+
+def simulated_limits(limits: Limits, steps: int) -> Limits:
+    """The limits of a simulated run: it saves no checkpoints, and does not give up."""
+    return replace(
+        limits, max_steps=steps, checkpoint_every=0, keeps_batches=False, keep_best="",
+        max_filtered_in_a_row=1_000_000_000, max_failure_share=1.0,
+    )  # fmt: skip
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFigures:
+    """What can be compared between a recorded and a simulated run, over their last train steps."""
+
+    step_s: float
+    """Seconds per train step, without those that no setting changes (`OUTSIDE`)."""
+    groups_per_s: float
+    staleness: float
+    """Mean over the trained groups, in train steps."""
+    oldest: int
+    """The largest staleness of a group."""
+    trainer: Mapping[str, float]
+    """Shares of the trainer's time by task or cause."""
+    slots: Mapping[str, float]
+    """Shares of slot time: `busy`, or idle by cause."""
+    fates: Mapping[str, int] = field(default_factory=dict)
+    """Groups by their end (`metrics.history.FATES`), and `late`: trained at their deadline; `cut`: truncated."""
+
+
+def figures_of(window: Window) -> ScheduleFigures:
+    """The figures of the train steps in a window, from the end of its first one to the end of its last."""
+    history, steps = window.history, window.steps[1:]
+    start, end = window.steps[0].finished_at, window.end
+    trainer: dict[str, float] = defaultdict(float)
+    slots: dict[str, float] = defaultdict(float)
+    for span in history.idle:
+        seconds = min(span.end, end) - max(span.start, start)
+        if seconds <= 0:
+            continue
+        share = seconds / (span.end - span.start)
+        trainer[span.trainer] += seconds
+        slots["busy"] += span.busy_s * share
+        for cause, idle_s in span.idle_s:
+            slots[cause] += idle_s * share
+    lost = sum(trainer.pop(cause, 0.0) for cause in OUTSIDE)
+    for cause in OUTSIDE:
+        slots.pop(cause, None)
+    staleness = [lag for step in steps for lag in step.staleness]
+    step_s = (end - start - lost) / len(steps)
+    return ScheduleFigures(
+        step_s=step_s, groups_per_s=fmean(len(step.groups) for step in steps) / step_s, staleness=fmean(staleness),
+        oldest=max(staleness), trainer=_shares(trainer), slots=_shares(slots),
+        fates=Counter(fate_of(row) for row in history.groups if start <= row.ended_at <= end),
+    )  # fmt: skip
+
+
+def fate_of(row: GroupRow) -> str:
+    return "trained" if row.state == "consumed" else row.state
+
+
+def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(seconds.values()) or 1.0
+    return {name: value / whole for name, value in sorted(seconds.items(), key=lambda item: -item[1]) if value > 0}
+
+
+def predicted(
+    schedule: Schedule, workload: Workload, *, seed: int, steps: int, earlier: int | None = None
+) -> ScheduleFigures:
+    """The figures of so many train steps of a simulated run, after `earlier` others; None: as many as make it forget
+    its start."""
+    limits = schedule.limits
+    forgotten = limits.max_staleness_steps + limits.sync_every + 2
+    history = simulate(
+        schedule, workload, seed=seed, steps=steps + (forgotten if earlier is None else min(earlier, forgotten))
+    )
+    return figures_of(window_of(history, steps))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure over several seeds: their median, and the smallest and largest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Interval":
+        ordered = sorted(values)
+        middle = len(ordered) // 2
+        mean = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return cls(mean, ordered[0], ordered[-1])
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+CLOSE = 0.01
+"""A relative error of the seconds per step that is not worth another simulation."""
+TRIALS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The durations of a run's newest steps, and how well the simulated steps match the recorded ones."""
+
+    window: Window
+    schedule: Schedule
+    apart: float
+    """Spread of the time of a group beside its tokens, as a share of the recorded one. Groups that wait together, such
+    as those on a stalled replica, cost a step less than groups that wait apart, and the record does not say which did.
+    This share makes the simulated steps take as long as the recorded ones."""
+    recorded: ScheduleFigures
+    simulated: ScheduleFigures
+
+    @property
+    def steps(self) -> int:
+        return len(self.window.steps)
+
+    def workload(self, seed: int = 0) -> Workload:
+        """The durations. Seed 0: the best estimate; others: estimates from groups that are drawn from those of the run,
+        with repetition, so that several seeds show how well the run tells its speeds."""
+        return _with_apart(calibrate(self.window, self.schedule, seed or None), self.apart)
+
+    def predict(self, schedule: Schedule, seed: int = 0) -> ScheduleFigures:
+        """The figures of the run's steps under another schedule. Raises: `ConfigError`."""
+        return predicted(schedule, self.workload(seed), seed=seed, steps=self.steps, earlier=self.window.steps[0].step)
+
+
+def calibrated(history: History, schedule: Schedule, *, steps: int, first: int = 0) -> Calibration:
+    """Find the durations of a run's newest steps, from step `first` on, and simulate these steps.
+
+    Raises: `ConfigError` if the record says too little."""
+    window = window_of(history, steps, first)
+    recorded, workload = figures_of(window), calibrate(window, schedule)
+
+    def tried(apart: float) -> ScheduleFigures:
+        changed, earlier = _with_apart(workload, apart), window.steps[0].step
+        return predicted(schedule, changed, seed=0, steps=len(window.steps), earlier=earlier)
+
+    low, high = 0.0, 1.0
+    found = {high: tried(high)}
+    for _ in range(TRIALS):
+        apart = min(found, key=lambda one: abs(found[one].step_s / recorded.step_s - 1))
+        error = found[apart].step_s / recorded.step_s - 1
+        if abs(error) < CLOSE or (apart == 1.0 and error < 0):
+            break
+        middle = (low + high) / 2
+        found[middle] = tried(middle)
+        low, high = (low, middle) if found[middle].step_s > recorded.step_s else (middle, high)
+    apart = min(found, key=lambda one: abs(found[one].step_s / recorded.step_s - 1))
+    return Calibration(window=window, schedule=schedule, apart=apart, recorded=recorded, simulated=found[apart])
+
+
+def _with_apart(workload: Workload, apart: float) -> Workload:
+    seconds = workload.replica.overhead_s
+    if not isinstance(seconds, list):
+        return workload
+    mean = typical(seconds)
+    replica = workload.replica.model_copy(update={"overhead_s": [mean + (one - mean) * apart for one in seconds]})
+    return workload.model_copy(update={"replica": replica})
