@@ -5,7 +5,7 @@ record of a kind as a flyweight: adding a model per record would cost ~190 µs a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -57,7 +57,7 @@ def transitions(*rows: tuple[str, str, str, str]) -> tuple[Transition, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
     """States × triggers of one machine. The first state is the initial one. `phases` only where a ledger counts
     them."""
@@ -66,7 +66,7 @@ class Table:
     states: tuple[str, ...]
     transitions: tuple[Transition, ...]
     terminal: tuple[str, ...]
-    phases: dict[str, Phase] | None = field(default=None, hash=False)
+    phases: dict[str, Phase] | None = None
 
     @property
     def initial(self) -> str:
