@@ -19,7 +19,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import evaluate, explain, project, report_command, run_page, samples, shipped_files, timeline_command
+from engine.cli import (
+    evaluate,
+    explain,
+    project,
+    report_command,
+    run_page,
+    samples,
+    shipped_files,
+    timeline_command,
+    what_if,
+)
 from engine.cli import run as running
 from engine.cli.bug import add_bug
 from engine.cli.completion import SHELLS, PrintCompletion
@@ -168,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_command(commands)
     explain.add_command(commands)
     add_bug(commands)
+    what_if.add_commands(commands)
     timeline_command.add_command(commands)
     report_command.add_command(commands)
     shipped_files.add_command(commands)

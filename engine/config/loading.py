@@ -139,8 +139,7 @@ def load_config(
     """
     directory = os.path.dirname(os.path.abspath(path))
     tree = absolute_paths(_read(Path(path)), directory)
-    for override in overrides:
-        _override(tree, override)
+    apply_overrides(tree, overrides)
     change(tree)
     return _checked(tree, directory)
 
@@ -191,6 +190,12 @@ def _read(path: Path) -> dict[str, Any]:
 def _nearest_file(path: Path) -> str:
     names = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
     return suggestion(path.name, names, prefix=str(path).removesuffix(path.name), alike=ALIKE)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Change plain data by `path=value` texts. Raises: `ConfigError`."""
+    for override in overrides:
+        _override(tree, override)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

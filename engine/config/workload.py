@@ -58,6 +58,13 @@ class ResponsesSection(Section):
     filtered: float = Field(0.0, ge=0, lt=1, description="Share of groups whose responses all have the same reward.")
 
 
+class ResponseSource(Section):
+    """A data source whose responses have other lengths."""
+
+    share: float = Field(gt=0, le=1, description="Share of the groups.")
+    tokens: Figure = Field(description="Mean response length of a group of this source, in tokens.")
+
+
 class ReplicaSection(Section):
     """The speed of one replica."""
 
@@ -118,6 +125,10 @@ class FailuresSection(Section):
     replica: float = Field(0.0, ge=0, lt=1, description="Share of started groups whose replica dies.")
 
 
+PLACEHOLDER = {"model": {"make": "arithmetic"}}
+"""A model that nothing loads, for settings that name none."""
+
+
 class Workload(Section):
     """What the work of a run takes."""
 
@@ -126,6 +137,9 @@ class Workload(Section):
         default_factory=dict, description="The configuration that `engine simulate` uses; other fields have defaults."
     )
     responses: ResponsesSection
+    sources: dict[str, ResponseSource] = Field(
+        default_factory=dict, description="Data sources, instead of `responses.tokens`; the shares sum up to 1."
+    )
     replica: ReplicaSection
     rewards: RewardCallsSection = RewardCallsSection()
     states: dict[str, Figure] = Field(
@@ -140,17 +154,29 @@ class Workload(Section):
     def _takes_time(self) -> Self:
         if typical(self.responses.tokens) <= 0:
             raise ValueError("responses.tokens must be above 0")
+        if self.sources and abs(sum(source.share for source in self.sources.values()) - 1) > 1e-3:
+            raise ValueError("the shares of sources must sum up to 1")
         return self
 
     def config(self) -> Config:
-        """The configuration of `settings`. A model that nothing loads stands for the one that it does not name.
-
-        Raises: `ConfigError`."""
-        return parse_config({"model": {"make": "arithmetic"}, **self.settings})
+        """The configuration of `settings`. Raises: `ConfigError`."""
+        return parse_config({**PLACEHOLDER, **self.settings})
 
     def dump_yaml(self) -> str:
         given = self.model_dump(mode="json", exclude_defaults=True)
         return str(yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None))
+
+
+def check_lengths(workload: Workload) -> None:
+    """Raises: `ConfigError` for responses that are longer than a response may be."""
+    max_tokens = workload.config().rollout.max_tokens
+    for name, tokens in (
+        ("responses.tokens", workload.responses.tokens),
+        *((f"sources.{source}.tokens", one.tokens) for source, one in workload.sources.items()),
+    ):
+        if quantile(tokens, 1.0) > max_tokens:
+            law = f"must be at most rollout.max_tokens ({max_tokens})"
+            raise ConfigError(name, tokens, law, "raise rollout.max_tokens in settings, or lower the lengths")
 
 
 def load_workload(path: Path) -> Workload:

@@ -10,8 +10,8 @@ trainer's steps. Must not read records.
 """
 
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import exp, log
@@ -27,13 +27,14 @@ from engine.metrics.history import GenerationAttempt, History, StepRow
 from engine.simulation.schedule import Schedule
 from engine.simulation.workload_dice import spread_of
 from engine.states.limits import GENERATED, PUBLISHING, QUEUED
+from engine.trajectory import SOURCES
 
 FEWEST_STEPS, FEWEST_GROUPS = 3, 8
 """A shorter record says too little."""
 POINTS = 21
 """Numbers in a list of a workload."""
-SHARES = [number / 10 for number in range(21)]
-"""Shares of hardware that are tried."""
+SHARES = [number / 10 for number in range(-4, 5)]
+"""How far shares of hardware that are tried are from the assumed ones."""
 SLOWER = [0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5]
 """Values of `trainer_slower` that are tried."""
 FAR = 5.0
@@ -52,6 +53,8 @@ class Window:
 
     history: History
     steps: tuple[StepRow, ...]
+    rows: Sequence[Mapping[str, Any]] = ()
+    """The rows of `metrics.jsonl`, which tell the data sources."""
 
     @property
     def start(self) -> float:
@@ -70,13 +73,24 @@ class Window:
         ]  # fmt: skip
 
 
-def window_of(history: History, most_steps: int, first: int = 0) -> Window:
+def window_of(history: History, most_steps: int, first: int = 0, rows: Sequence[Mapping[str, Any]] = ()) -> Window:
     """The newest train steps, from step `first` on. Raises: `ConfigError` if there are too few."""
     steps = [step for step in history.trained if step.finished_at >= 0 and step.groups and step.step >= first]
     if len(steps) < FEWEST_STEPS:
         law = f"has {len(steps)} finished train steps from step {first} on; a simulation needs {FEWEST_STEPS}"
         raise ConfigError("RUN", history.run, law, "let it train longer")
-    return Window(history, tuple(steps[-most_steps:]))
+    return Window(history, tuple(steps[-most_steps:]), rows)
+
+
+def most_at_once(window: Window) -> int:
+    """The largest number of groups that ran on a replica at the same time."""
+    changes = [(moment, change, one.replica) for one in window.history.attempts
+               for moment, change in ((one.start, 1), (one.end, -1))]  # fmt: skip
+    running, most = Counter[ReplicaId](), 0
+    for _, change, replica in sorted(changes):
+        running[replica] += change
+        most = max(most, running[replica])
+    return most
 
 
 def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Workload:
@@ -114,6 +128,7 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
             "max_tokens": max(one.longest for one in attempts),
             "filtered": min(0.99, fmean(filtered)) if filtered else 0.0,
         },
+        "sources": _sources(window, _quantiles(steady)),
         "replica": speed | {
             "overhead_s": _quantiles(_clipped(others, reward_s)),
             "row_s": _quantiles(chunks), "start_s": _start_s(history),
@@ -178,6 +193,23 @@ def _growth(window: Window, attempts: Sequence[GenerationAttempt], means: Sequen
     slope = float(np.cov(at, logs)[0, 1] / at.var(ddof=1))
     error = float(np.std(logs - slope * at) / at.std() / len(at) ** 0.5)
     return _rounded(exp(slope) - 1) if abs(slope) > 3 * error else 0.0
+
+
+def _sources(window: Window, tokens: float | list[float]) -> dict[str, Any]:
+    """The data sources of the groups in the window, whose lengths differ in proportion."""
+    steps = {step.step for step in window.steps}
+    groups, lengths = Counter[str](), Counter[str]()
+    for row in window.rows:
+        for name, figures in row.get(SOURCES, {}).items() if row.get("step") in steps else ():
+            groups[name] += figures["groups"]
+            lengths[name] += figures["groups"] * figures.get("tokens_mean", 0.0)
+    whole = sum(groups.values())
+    found = {name: {"share": count / whole, "tokens": tokens} for name, count in groups.items() if count}
+    mean = sum(lengths.values()) / max(1, whole)
+    for name, source in found.items() if mean else ():
+        factor = lengths[name] / groups[name] / mean
+        source["tokens"] = [one * factor for one in tokens] if isinstance(tokens, list) else tokens * factor
+    return found
 
 
 def _reward_calls(history: History, schedule: Schedule) -> dict[str, Any]:
@@ -285,7 +317,8 @@ class _Speeds:
         if seed is not None:
             chosen = np.random.default_rng(seed).integers(len(self.attempts), size=len(self.attempts))
         best = (float("inf"), 0.0, 0.0)
-        for replica, trainer in product(SHARES, SHARES):
+        for more, others in product(SHARES, SHARES):
+            replica, trainer = round(max(0.0, prior[0] + more), 3), round(max(0.0, prior[1] + others), 3)
             _, error = self._replicas(self._used(replica, trainer), chosen)
             far = (replica - prior[0]) ** 2 + (trainer - prior[1]) ** 2
             best = min(best, (error * (1 + FAR * far), replica, trainer))
@@ -369,6 +402,9 @@ def _least_squares(columns: Sequence[Any], values: Any, ridge: Sequence[float]) 
 
 def _not_negative(matrix: Any, values: Any) -> Any:
     """Least squares with factors of at least 0: of the few subsets of the columns, the best."""
+    whole: Any = np.linalg.lstsq(matrix, values, rcond=None)[0]
+    if (whole >= 0).all():
+        return whole
     best, error = np.zeros(matrix.shape[1]), float((values**2).sum())
     for used in product((False, True), repeat=matrix.shape[1]):
         places = [place for place, one in enumerate(used) if one]

@@ -10,10 +10,18 @@ from typing import Any
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.metrics.history import History
+from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS
 from engine.scheduling.settings import FIGURES, POLICIES, changed_limits
 from engine.states.limits import Limits
 from engine.states.process import REPLICA
+
+SIZES = {"rollout.replicas": "replicas", "rollout.slots": "slots", "trainer.ranks": "ranks"}
+PLAIN = {
+    "scheduler.train_batch_size": "train_batch_size", "scheduler.max_concurrent_groups": "max_concurrent_groups",
+    "scheduler.sync_every": "sync_every", "rollout.sync_mode": "sync_mode",
+}  # fmt: skip
+"""Settings of a run without a configuration that cannot be changed while it is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +82,19 @@ def _samples_of(history: History) -> int:
     """Trajectories of a group: at least those that share its tokens if all have the length of the longest."""
     shares = [attempt.tokens / attempt.longest for attempt in history.attempts if attempt.longest]
     return max(1, round(max(shares, default=1.0) + 0.49))
+
+
+def changed_schedule(schedule: Schedule, setting: str, value: str) -> Schedule:
+    """The schedule of a run without a configuration after a change, named as in one. Raises: `ConfigError`."""
+    if setting in FIGURES:
+        return replace(schedule, limits=changed_limits(schedule.limits, setting, value))
+    if setting.startswith(POLICIES):
+        decision = setting.removeprefix(POLICIES)
+        return replace(schedule, policies=PolicySet.from_names({**schedule.policies, decision: value}).names)
+    if setting in SIZES and value.isdigit() and int(value) > 0:
+        size: dict[str, Any] = {SIZES[setting]: int(value)}
+        return replace(schedule, **size)
+    if setting in PLAIN:
+        return schedule.with_limits(**{PLAIN[setting]: int(value) if value.isdigit() else value})
+    law = "cannot be changed, because the run was not started from a configuration"
+    raise ConfigError(setting, value, law, f"use one of {', '.join([*FIGURES, *SIZES, *PLAIN])}, {POLICIES}*")

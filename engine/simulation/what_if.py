@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config.workload import Workload, typical
 from engine.errors import ConfigError, EngineError
@@ -29,10 +29,10 @@ from engine.record import Header, NullRecorder, Recorder
 from engine.record.frames import Tick
 from engine.record.recorder import RecordWriter
 from engine.runtime.garbage_collection import rare_collection
-from engine.simulation.calibration import Window, calibrate, window_of
+from engine.simulation.calibration import Window, calibrate, most_at_once, window_of
 from engine.simulation.run_settings import Faults, Setting
 from engine.simulation.schedule import Schedule
-from engine.simulation.workload_dice import WorkloadDice
+from engine.simulation.workload_dice import WorkloadDice, prompts_of
 from engine.simulation.world import World
 from engine.states.limits import Limits
 from engine.version import __version__
@@ -67,10 +67,17 @@ class WatchedWorld(World):
         self.metrics.report(step, metrics)
 
 
+class Simulated(NamedTuple):
+    """A simulated run, and what its groups would have been in any schedule."""
+
+    history: History
+    dice: WorkloadDice
+
+
 def simulate(
     schedule: Schedule, workload: Workload, *, seed: int, steps: int, directory: Path | None = None
-) -> History:  # fmt: skip
-    """The history of a simulated run of so many train steps. The same arguments give the same run on any machine.
+) -> Simulated:
+    """A simulated run of so many train steps. The same arguments give the same run on any machine.
     `directory`: of a run, to which the record is written, with everything that the reading commands need.
 
     Raises: `ConfigError` if the schedule has no replica that generates, or if the run does not end.
@@ -82,12 +89,14 @@ def simulate(
         at_once = workload.rewards.model_copy(update={"at_once": schedule.rewards_at_once})
         workload = workload.model_copy(update={"rewards": at_once})
     lost = max(workload.responses.filtered, 0.5)
+    failures = workload.failures
     setting = Setting(
         limits=limits, replicas=schedule.replicas, slots=schedule.slots, samples=schedule.samples, seed=seed,
         prompts=ceil((steps + limits.max_staleness_steps + 2) * limits.train_batch_size / (1 - lost)),
         latency_s=0.0,  # the durations of a record include it
-        max_tokens=schedule.max_tokens, start_s=workload.replica.start_s, spread=1.0 - workload.responses.filtered,
-        faults=Faults(fail_group=workload.failures.group, die=workload.failures.replica),
+        max_tokens=schedule.max_tokens, rows=prompts_of(workload, seed), start_s=workload.replica.start_s,
+        spread=1.0 - workload.responses.filtered,
+        faults=Faults(fail_group=failures.group, die=failures.replica),
     )  # fmt: skip
     header = Header(
         run=f"simulated-{seed}", limits=limits.to_plain(), policies=dict(schedule.policies),
@@ -112,7 +121,8 @@ def simulate(
         raise ConfigError(
             "simulation", outcome.word, f"ended before step {steps}: {outcome.reason}", "change the settings"
         )
-    return made_history(header, world.builder.ended, world.builder.open, outcome.word, outcome.reason)
+    history = made_history(header, world.builder.ended, world.builder.open, outcome.word, outcome.reason)
+    return Simulated(history, dice)
 
 
 def simulated_limits(limits: Limits, steps: int) -> Limits:
@@ -141,8 +151,6 @@ class ScheduleFigures:
     """Shares of the trainer's time by task or cause."""
     slots: Mapping[str, float]
     """Shares of slot time: `busy`, or idle by cause."""
-    fates: Mapping[str, int] = field(default_factory=dict)
-    """Groups by their end (`metrics.history.FATES`), and `late`: trained at their deadline; `cut`: truncated."""
 
 
 def figures_of(window: Window) -> ScheduleFigures:
@@ -168,12 +176,7 @@ def figures_of(window: Window) -> ScheduleFigures:
     return ScheduleFigures(
         step_s=step_s, groups_per_s=fmean(len(step.groups) for step in steps) / step_s, staleness=fmean(staleness),
         oldest=max(staleness), trainer=_shares(trainer), slots=_shares(slots),
-        fates=Counter(fate_of(row) for row in history.groups if start <= row.ended_at <= end),
     )  # fmt: skip
-
-
-def fate_of(row: GroupRow) -> str:
-    return "trained" if row.state == "consumed" else row.state
 
 
 def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -188,10 +191,8 @@ def predicted(
     its start."""
     limits = schedule.limits
     forgotten = limits.max_staleness_steps + limits.sync_every + 2
-    history = simulate(
-        schedule, workload, seed=seed, steps=steps + (forgotten if earlier is None else min(earlier, forgotten))
-    )
-    return figures_of(window_of(history, steps))
+    earlier = forgotten if earlier is None else min(earlier, forgotten)
+    return figures_of(window_of(simulate(schedule, workload, seed=seed, steps=steps + earlier).history, steps))
 
 
 @dataclass(frozen=True)
@@ -210,12 +211,53 @@ class Interval:
         return cls(mean, ordered[0], ordered[-1])
 
 
+# -- which groups a schedule loses -------------------------------------------------------------------------------------
+
+FATES = ("trained", "late", "cut", "dropped", "filtered", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """The groups that ended in the same way."""
+
+    groups: int
+    tokens: float
+    """Mean length of their responses, as far as they would have gone."""
+    longest: float
+    """Mean length of the longest response of each."""
+    sources: Mapping[str, int]
+    """Number of groups by data source."""
+
+
+def fates_of(simulated: Simulated) -> dict[str, Fate]:
+    """The groups of a simulated run by their end: `late` ones were trained in the last step that the bound allowed,
+    `cut` ones were truncated there."""
+    history, dice = simulated
+    truncated = {attempt.group for attempt in history.attempts if attempt.reason == "truncated"}
+    bound = dice.setting.limits.max_staleness_steps
+    found: dict[str, list[GroupRow]] = defaultdict(list)
+    for row in history.groups:
+        fate = row.state
+        if fate == "consumed":
+            late = bound > 0 and row.staleness >= bound
+            fate = "cut" if row.group in truncated else "late" if late else "trained"
+        found[fate].append(row)
+    return {fate: _fate(found[fate], dice) for fate in FATES if found[fate]}
+
+
+def _fate(rows: Sequence[GroupRow], dice: WorkloadDice) -> Fate:
+    ends = [[end * dice.token_size for end in dice.ends(row.group)] for row in rows]
+    sources = Counter(dice.setting.prompt(row.group).source for row in rows)
+    return Fate(
+        groups=len(rows), tokens=fmean(fmean(one) for one in ends), longest=fmean(max(one) for one in ends),
+        sources={name: sources[name] for name in sorted(sources) if name},
+    )  # fmt: skip
+
+
 # -- calibration -------------------------------------------------------------------------------------------------------
 
 
-CLOSE = 0.01
-"""A relative error of the seconds per step that is not worth another simulation."""
-TRIALS = 5
+TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,26 +272,37 @@ class Calibration:
     This share makes the simulated steps take as long as the recorded ones."""
     recorded: ScheduleFigures
     simulated: ScheduleFigures
+    _workloads: dict[int, Workload] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
         return len(self.window.steps)
 
+    @property
+    def most_responses(self) -> int:
+        """Responses that a replica of the run sampled at once, at most."""
+        return self.schedule.samples * most_at_once(self.window)
+
     def workload(self, seed: int = 0) -> Workload:
         """The durations. Seed 0: the best estimate; others: estimates from groups that are drawn from those of the run,
         with repetition, so that several seeds show how well the run tells its speeds."""
-        return _with_apart(calibrate(self.window, self.schedule, seed or None), self.apart)
+        if seed not in self._workloads:
+            self._workloads[seed] = _with_apart(calibrate(self.window, self.schedule, seed or None), self.apart)
+        return self._workloads[seed]
 
     def predict(self, schedule: Schedule, seed: int = 0) -> ScheduleFigures:
         """The figures of the run's steps under another schedule. Raises: `ConfigError`."""
         return predicted(schedule, self.workload(seed), seed=seed, steps=self.steps, earlier=self.window.steps[0].step)
 
 
-def calibrated(history: History, schedule: Schedule, *, steps: int, first: int = 0) -> Calibration:
-    """Find the durations of a run's newest steps, from step `first` on, and simulate these steps.
+def calibrated(
+    history: History, schedule: Schedule, *, steps: int, first: int = 0, rows: Sequence[Mapping[str, Any]] = ()
+) -> Calibration:
+    """Find the durations of a run's newest steps, from step `first` on, and simulate these steps. `rows`: those of its
+    metrics, which tell the data sources.
 
     Raises: `ConfigError` if the record says too little."""
-    window = window_of(history, steps, first)
+    window = window_of(history, steps, first, rows)
     recorded, workload = figures_of(window), calibrate(window, schedule)
 
     def tried(apart: float) -> ScheduleFigures:
@@ -258,14 +311,12 @@ def calibrated(history: History, schedule: Schedule, *, steps: int, first: int =
 
     low, high = 0.0, 1.0
     found = {high: tried(high)}
-    for _ in range(TRIALS):
-        apart = min(found, key=lambda one: abs(found[one].step_s / recorded.step_s - 1))
-        error = found[apart].step_s / recorded.step_s - 1
-        if abs(error) < CLOSE or (apart == 1.0 and error < 0):
-            break
-        middle = (low + high) / 2
-        found[middle] = tried(middle)
-        low, high = (low, middle) if found[middle].step_s > recorded.step_s else (middle, high)
+    if found[high].step_s > recorded.step_s:
+        found[low] = tried(low)
+        for _ in range(TRIALS if found[low].step_s < recorded.step_s else 0):
+            middle = (low + high) / 2
+            found[middle] = tried(middle)
+            low, high = (low, middle) if found[middle].step_s > recorded.step_s else (middle, high)
     apart = min(found, key=lambda one: abs(found[one].step_s / recorded.step_s - 1))
     return Calibration(window=window, schedule=schedule, apart=apart, recorded=recorded, simulated=found[apart])
 

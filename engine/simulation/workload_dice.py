@@ -15,6 +15,7 @@ from engine.config.workload import Workload, quantile, typical
 from engine.ids import GroupId
 from engine.simulation.run_settings import Setting
 from engine.simulation.simulated_models import Dice
+from engine.trajectory import Prompt
 
 TOKENS_OF_MEAN = 48
 """Simulated tokens of a response of mean length. Longer ones would only make the simulation slower: times are exact,
@@ -22,6 +23,8 @@ and written lengths are rounded up to a simulated token."""
 BLOCK = 64
 """So many groups in a row have mean lengths at equal shares of the cases, in a random order: a short run then has about
 the lengths of a long one."""
+ROWS = 1009
+"""Number of rows that show the shares of sources. It is prime: a batch has no row in common with the next."""
 WORD = 4
 """Bytes of a random number."""
 
@@ -115,13 +118,22 @@ class WorkloadDice(Dice):
             (int.from_bytes(random[at : at + WORD], "little") + 0.5) / (1 << 8 * WORD)
             for at in range(0, (samples + 1) * WORD, WORD)
         ]
-        mean = quantile(responses.tokens, self._stratum(group, shares[-1]))
+        source = self.workload.sources.get(self.setting.prompt(group).source)
+        tokens = responses.tokens if source is None else source.tokens
+        mean = quantile(tokens, self._stratum(group, shares[-1]))
         mean *= (1 + responses.growth) ** (group / self.setting.limits.train_batch_size)
         lengths = _with_mean(
             [exp(responses.spread * self._normal.inv_cdf(share)) for share in shares[:-1]], mean, responses.max_tokens
         )
         most = self.setting.max_tokens or float("inf")
         return sorted(max(1.0, min(length, most)) / self.token_size for length in lengths)
+
+
+def prompts_of(workload: Workload, seed: int) -> Sequence[Prompt]:
+    """Prompts with their sources by share, in a random order, which groups have in turn; empty without sources."""
+    found = [name for name, source in workload.sources.items() for _ in range(round(source.share * ROWS))]
+    Random(f"{seed} sources").shuffle(found)
+    return [Prompt(row=row, text="", source=name) for row, name in enumerate(found)]
 
 
 def _with_mean(weights: list[float], mean: float, most: int | None) -> list[float]:

@@ -51,8 +51,8 @@ def reward_histograms(groups: Sequence[TrajectoryGroup]) -> dict[str, list[Bucke
 
 
 def source_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, dict[str, float]]:
-    """For each named data source in a batch: its `groups`, their `share` of the batch, and `reward_mean` over its
-    responses with a reward. Empty if no source has a name."""
+    """For each named data source in a batch: its `groups`, their `share` of the batch, `tokens_mean` over its
+    responses, and `reward_mean` over those with a reward. Empty if no source has a name."""
     by_source: dict[str, list[TrajectoryGroup]] = {}
     for group in groups:
         if group.prompt.source:
@@ -64,7 +64,8 @@ def _figures_of_source(own: Sequence[TrajectoryGroup], groups: int) -> dict[str,
     rewards = [rollout[0].reward for group in own for rollout in group.rollouts]
     known = [float(reward) for reward in rewards if reward is not None]
     mean = {"reward_mean": fmean(known)} if known else {}
-    return {"groups": len(own), "share": len(own) / groups, **mean}
+    tokens = sum(group.tokens for group in own) / max(1, len(rewards))
+    return {"groups": len(own), "share": len(own) / groups, "tokens_mean": tokens, **mean}
 
 
 def _means(prefix: str, figures: Sequence[Mapping[str, float]]) -> dict[str, float]:

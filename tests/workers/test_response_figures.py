@@ -48,8 +48,8 @@ def test_figures_of_sources_are_of_the_groups_with_a_name() -> None:
     assert source_figures(groups) == {}
     for one, name in zip(groups, ("math", "code", "math"), strict=True):
         one.prompt = Prompt(row=0, text="?", source=name)
-    math = {"groups": 2, "share": 2 / 3, "reward_mean": pytest.approx(2 / 3)}
-    assert source_figures(groups) == {"code": {"groups": 1, "share": 1 / 3}, "math": math}
+    math = {"groups": 2, "share": 2 / 3, "tokens_mean": 2.0, "reward_mean": pytest.approx(2 / 3)}
+    assert source_figures(groups) == {"code": {"groups": 1, "share": 1 / 3, "tokens_mean": 2.0}, "math": math}
 
 
 def test_responses_without_texts_are_distinguished_by_their_tokens() -> None:
