@@ -72,6 +72,7 @@ near: $(VLLM)  ## run the tests near what differs from the commit BASE (default:
 	@BASE=$(BASE) $(BIN)/python -m tests.selection $(ARGS)
 
 torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/torture.csv and its summary
+	@$(BIN)/python -u -m tests.torture.order_grid
 	@$(BIN)/python -m pytest -m long
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
 	@$(BIN)/python -u -m tests.torture.torture --table docs/torture.csv --page docs/TORTURE.md $(ARGS)

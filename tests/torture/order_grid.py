@@ -25,7 +25,7 @@ APART = (Pool(tasks=("ref_logprobs",)), Pool(tasks=("train",)))
 GRID: Sequence[SmallWorld] = (
     SmallWorld(2, 2, 4, replicas=3),
     SmallWorld(2, 2, 4, slots=4, prompts=6),
-    SmallWorld(2, 2, 4, slots=4, prompts=6, sync_mode="wait"),
+    SmallWorld(2, 2, 4, slots=4, prompts=5, sync_mode="wait"),
     SmallWorld(2, 2, 4, slots=4, prompts=6, sync_every=2),
     SmallWorld(2, 2, 4, slots=2, prompts=6, sync_mode="abort", names={"deadline": "truncate"}),
     SmallWorld(2, 1, 4, slots=4, prompts=6, sync_mode="abort", names={"deadline": "drop"}),
