@@ -75,7 +75,7 @@ torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is los
 	@$(BIN)/python -u -m tests.torture.order_grid
 	@$(BIN)/python -m pytest -m long
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
-	@$(BIN)/python -u -m tests.torture.torture --table docs/torture.csv --page docs/TORTURE.md $(ARGS)
+	@$(BIN)/python -u -m tests.torture.torture --table docs/torture.csv --page docs/FAILURES.md $(ARGS)
 
 check: coverage lint docs  ## lint, formatting, types, the links of the pages, and the branch coverage of the pure core
 

@@ -46,7 +46,7 @@ def row_of_seed(seed: int, commit: str) -> dict[str, str]:
 def test_the_page_has_the_summary_of_the_table() -> None:
     rows = read_rows(ROOT / "docs" / "torture.csv")
     assert len(rows) >= 250
-    assert (ROOT / "docs" / "TORTURE.md").read_text("utf-8").split(BEGIN)[1].strip() == summary(rows)
+    assert (ROOT / "docs" / "FAILURES.md").read_text("utf-8").split(BEGIN)[1].strip() == summary(rows)
 
 
 def test_a_row_is_read_from_the_table_as_it_was_written(tmp_path: Path) -> None:

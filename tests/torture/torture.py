@@ -1,6 +1,6 @@
 """Kill runs at every kind of moment, resume them, and look whether anything was lost: `make torture`.
 
-    python -m tests.torture.torture --trees 200 --actors 50 --table docs/torture.csv --page docs/TORTURE.md
+    python -m tests.torture.torture --trees 200 --actors 50 --table docs/torture.csv --page docs/FAILURES.md
     python -m tests.torture.torture --mode tree --seed 17          # one again
 
 Each point is a real run over Ray (`chain.py`), a process tree of its own. After its last life: the record replays to
