@@ -6,10 +6,10 @@ import json
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
@@ -24,6 +24,7 @@ from engine.tasks.tokenizer import save_character_tokenizer
 
 KEY = "a-key"
 NAME = "tiny"
+STEPS = 4
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -115,7 +116,64 @@ def _answers(url: str) -> bool:
         return False
 
 
-class SmallServer:
+def run_config(tmp_path: Path, model: Path, urls: Sequence[str], **rollout: Any) -> dict[str, Any]:
+    """Of a run of `STEPS` steps. Two groups of two trajectories at a time on each server."""
+    rows = [json.dumps({"prompt": f"{number}-7="}) for number in range(100, 140)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return {
+        "run": {"dir": str(tmp_path / "runs"), "max_steps": STEPS},
+        "model": {"path": str(model)},
+        "data": {"path": str(tmp_path / "prompts.jsonl")},
+        "reward": {"function": "engine.tasks.arithmetic:reward"},
+        "scheduler": {
+            "train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 2,
+            "max_concurrent_groups": 2 * len(urls), "policies": {"filter": "none"},
+        },
+        "rollout": {
+            "backend": "openai", "urls": list(urls), "slots": 2, "max_tokens": 60,
+            "weights_dir": str(tmp_path / "weights"), **rollout,
+        },
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
+        "metrics": {"port": 0},
+    }  # fmt: skip
+
+
+class ThreadServer:
+    """Serves the routes of a subclass on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def add_routes(self, app: web.Application) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._begin(), self.loop).result()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Be gone: connections break off, the port answers no more."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self.loop).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    async def _begin(self) -> None:
+        app = web.Application(client_max_size=2**26)
+        self.add_routes(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+
+class SmallServer(ThreadServer):
     """Speaks `/v1/completions`: token i of a response to a prompt of n tokens is (n + i) % 32, its log-prob -0.5.
 
     `faults` are taken one for each streamed request, then it behaves: a status, or after 3 tokens `drop`, `abort`,
@@ -123,6 +181,7 @@ class SmallServer:
     """
 
     def __init__(self, **lacks: bool) -> None:
+        super().__init__()
         self.lacks = lacks
         self.faults: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
@@ -132,41 +191,15 @@ class SmallServer:
         """Set by each streamed request."""
         self.stops_at = -1
         """Every response stops for good before this token."""
-        self.url = ""
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._never = asyncio.Event()
 
-    def __enter__(self) -> "SmallServer":
-        self._thread.start()
-        self._ready.wait()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Be gone: connections break off, the port answers no more."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
-            self._thread.join()
-
-    async def _serve(self) -> None:
-        self._loop, self._over, self._never = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        app = web.Application()
+    def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_post("/collective_rpc", self._install)
         if "tokens" in self.lacks:
             app.router.add_post("/tokenize", self._tokenize)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._ready.set()
-        await self._over.wait()
-        await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": NAME}]})
@@ -230,47 +263,31 @@ class SmallServer:
         await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
 
 
-class Hiding:
+class Hiding(ThreadServer):
     """Stands before a server and hides its routes of `hidden`, so that what is left is a server that never had them.
 
     A client that goes away is a connection closed to the server, too.
     """
 
     def __init__(self, url: str, *hidden: str) -> None:
+        super().__init__()
         self._behind, self._hidden = url, hidden
         self.asked: list[str] = []
-        self.url = ""
         self._open: list[web.Request] = []
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     def break_off(self) -> None:
         """Every connection."""
         for request in list(self._open):
             if request.transport is not None:
-                self._loop.call_soon_threadsafe(request.transport.abort)
+                self.loop.call_soon_threadsafe(request.transport.abort)
 
-    def __enter__(self) -> "Hiding":
-        self._thread.start()
-        self._ready.wait()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
-
-    async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=2**26)
+    def add_routes(self, app: web.Application) -> None:
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        app.cleanup_ctx.append(self._client)
+
+    async def _client(self, app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as self._session:
-            self._ready.set()
-            await self._over.wait()
-            await runner.cleanup()
+            yield
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)

@@ -1,7 +1,6 @@
 """The HTTP backend against vLLM in processes of its own, also in whole runs, and against a server that misbehaves."""
 
 import asyncio
-import json
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from backends import CONTEXT, Kind, go_on, hold, run, run_over, until_sampled
 from gate import Counted
-from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, model, vllm_servers
+from http_servers import KEY, NAME, STEPS, Hiding, SmallServer, VllmServer, model, run_config, vllm_servers
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
     LONG,
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
@@ -52,7 +51,6 @@ require_vllm()
 pytestmark = pytest.mark.xdist_group("engines")
 MOST = 250
 KEY_NAME = "OPENAI_BACKEND_TEST_KEY"
-STEPS = 4
 PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
 
 
@@ -424,28 +422,6 @@ def test_weights_of_somebody_else_are_noticed(connect: Callable[..., Any], serve
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
-def run_config(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[str, Any]:
-    """Two groups of two trajectories at a time on each server."""
-    rows = [json.dumps({"prompt": f"{number}-7="}) for number in range(100, 140)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
-    return {
-        "run": {"dir": str(tmp_path / "runs"), "max_steps": STEPS},
-        "model": {"path": str(model)},
-        "data": {"path": str(tmp_path / "prompts.jsonl")},
-        "reward": {"function": "engine.tasks.arithmetic:reward"},
-        "scheduler": {
-            "train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 2,
-            "max_concurrent_groups": 2 * len(urls), "policies": {"filter": "none"},
-        },
-        "rollout": {
-            "backend": "openai", "urls": urls, "api_key_env": KEY_NAME, "slots": 2, "max_tokens": 60,
-            "weights_dir": str(tmp_path / "weights"), **rollout,
-        },
-        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
-        "metrics": {"port": 0},
-    }  # fmt: skip
-
-
 def when_both_have_installed(plan: Plan, act: Callable[[], None]) -> Plan:
     """The plan of a run that does this once both replicas have new weights."""
     installed: set[int] = set()
@@ -473,7 +449,7 @@ def test_a_run_over_two_servers_updates_both_under_running_groups(
     for server in (free, held):
         server.gate.hold(5)
     before = held.tokens_sampled()
-    config = run_config(tmp_path, model_dir, [free.url, held.url], sync_mode="keep")
+    config = run_config(tmp_path, model_dir, [free.url, held.url], sync_mode="keep", api_key_env=KEY_NAME)
     plan = when_both_have_installed(plan_of(parse_config(config), tmp_path), held.gate.open)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run_plan, plan)
@@ -494,7 +470,7 @@ def test_a_server_that_cannot_pause_is_updated_all_the_same(
 ) -> None:
     (server, _), model_dir = servers
     with Hiding(server.url, *PAUSING) as plainer:
-        config = run_config(tmp_path, model_dir, [plainer.url], sync_mode="abort", slots=4)
+        config = run_config(tmp_path, model_dir, [plainer.url], sync_mode="abort", slots=4, api_key_env=KEY_NAME)
         config["scheduler"]["max_concurrent_groups"] = 4
         result = run_plan(plan_of(parse_config(config), tmp_path))
     assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)
