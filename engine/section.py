@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-GENERATOR = rf"^(torch|vllm|openai|{NAMED[1:-1]})$"
+GENERATOR = rf"^(torch|vllm|openai|sglang|{NAMED[1:-1]})$"
 TRAINER = rf"^(torch|{NAMED[1:-1]})$"
 FORMS = {
     DEVICE: "auto, cpu, cuda or cuda:N",
     NAMED: "module:name",
-    GENERATOR: "torch, vllm, openai, or module:Class",
+    GENERATOR: "torch, vllm, openai, sglang, or module:Class",
     TRAINER: "torch, or module:Class",
 }
 """The forms of these patterns in words."""

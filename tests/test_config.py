@@ -381,6 +381,7 @@ def test_objectives_reach_the_trainer_and_order_the_scoring_they_read() -> None:
         ({}, {}, "none"),
         ({"backend": "vllm"}, {}, "token_tis"),
         ({"backend": "openai", "urls": ["http://a:1"], "weights_dir": "/w"}, {}, "token_tis"),
+        ({"backend": "sglang", "urls": ["http://a:1"], "weights_dir": "/w"}, {}, "token_tis"),
         ({"backend": "vllm"}, {"correction": "none"}, "none"),
         ({"backend": "vllm"}, {"loss": "cispo"}, "none"),
         ({"backend": "vllm"}, {"loss": "cispo", "old_policy": "proximal"}, "token_tis"),

@@ -19,6 +19,7 @@ SHORT = {
     "OWN": "DATA, reward: {function: mine:score}",
     "DATA": "model: {path: m}, data: {path: d}",
     "SERVED": "backend: openai, urls: [http://a:1, http://b:1/v1], weights_dir: /w",
+    "SGLANG": "backend: sglang, urls: [http://a:1], weights_dir: /w",
     "SETS": "sets: [{name: a}, {name: b, path: b.jsonl, samples_per_prompt: 4, k: [1, 4], prompts: 9}]",
 }
 ROWS = r"""
@@ -177,6 +178,11 @@ rollout: {backend: openai, urls: [http://a:1, http://b:1/v1], weights_dir: null}
 rollout: {backend: torch, urls: [http://a:1, http://b:1/v1], weights_dir: /w} | rollout.urls | rollout.backend: openai
 rollout: {SERVED}, scheduler: {policies: {concurrency: kv-cache}}
     | scheduler.policies.concurrency | is 'kv-cache': rollout.backend openai does
+rollout: {SGLANG, kv: keep} | rollout.kv | use recompute
+rollout: {SGLANG, served_model_name: m} | rollout.served_model_name | renames it with each update
+rollout: {SGLANG, top_p: 0.9, allow_truncated_sampling: true} | rollout.top_p | before top_p
+rollout: {SGLANG, sync_mode: abort}, trainer: {lora: {}} | rollout.backend | does not load adapters
+rollout: {SGLANG, urls: []} | rollout.urls | every server once
 # pools
 pools: [{tasks: [rolout]}, {tasks: [train]}] | pools.0.tasks | 'rolout' is not a task; … ; did you mean rollout
 pools: [{tasks: [rollout]}, {tasks: [train, train]}] | pools.1.tasks | names a task twice … ['train']

@@ -248,7 +248,7 @@ OWN = {"backend": "mine:Generator", "arguments": {"answer": [3, 4]}}
         ("rollout", {"backend": "mine:Trainer"}, "lacks the methods generate, abort, truncate, pause"),
         ("rollout", {"backend": "mine:Deaf"}, "define async def pause(self, mode: str) -> None"),
         ("rollout", {"backend": "mine:Generator"}, "missing a required argument: 'answer'"),
-        ("rollout", {"backend": "pytorch"}, "must be torch, vllm, openai, or module:Class"),
+        ("rollout", {"backend": "pytorch"}, "must be torch, vllm, openai, sglang, or module:Class"),
         ("rollout", {**OWN, "context": 64}, "only the torch backend uses it"),
     ],
 )

@@ -46,9 +46,9 @@ def load_evaluation(path: str, overrides: Sequence[str], model: str) -> Config:
     if not config.held_out:
         law = "required by engine evaluate: there are no validation prompts"
         raise ConfigError("data.validation_path", None, law, "set it to a file, or set validation.sets")
-    if config.rollout.backend == "openai":
+    if config.rollout.served:
         law = "cannot be used by engine evaluate: the servers would have to load the model"
-        raise ConfigError("rollout.backend", "openai", law, "use torch or vllm")
+        raise ConfigError("rollout.backend", config.rollout.backend, law, "use torch or vllm")
     if config.agent.on_gateway:
         law = "cannot be used by engine evaluate: the gateway of agents needs a run"
         raise ConfigError("agent", "a gateway", law, "use agent.rollout, or measure it during a run")

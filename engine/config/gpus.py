@@ -117,8 +117,9 @@ def replica_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> float:
 
 def samples_on_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> bool:
     """Whether replicas use GPUs. Those of servers only send requests."""
-    on_gpus = {"vllm": not vllm_for_cpu, "openai": False}
-    return rollout.gpus > 0 or on_gpus.get(rollout.backend, rollout.device != "cpu")
+    if rollout.gpus > 0 or rollout.served:
+        return rollout.gpus > 0
+    return not vllm_for_cpu if rollout.backend == "vllm" else rollout.device != "cpu"
 
 
 # -- the GPUs of the nodes ---------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def _refuse_router_replay(config: Sections) -> None:
 
 def _refuse_adaptive_concurrency(config: Sections) -> None:
     """Raises: `ConfigError` for servers, which do not report how full their KV caches are."""
-    if config.scheduler.policies.concurrency == "kv-cache" and config.rollout.backend == "openai":
-        law = "rollout.backend openai does not report how full the KV caches of its servers are"
+    if config.scheduler.policies.concurrency == "kv-cache" and config.rollout.served:
+        law = f"rollout.backend {config.rollout.backend} does not report how full the KV caches of its servers are"
         raise ConfigError("scheduler.policies.concurrency", "kv-cache", law, "use slots, or rollout.backend vllm")
 
 
@@ -83,6 +83,9 @@ def _refuse_adapter(config: Sections) -> None:
     if config.trainer.lora is None:
         return
     backend = config.rollout.backend
+    if backend == "sglang":
+        law = "does not load adapters, but trainer.lora is set"
+        raise ConfigError("rollout.backend", backend, law, "use vllm, openai or torch, or train all weights")
     if backend == "openai" and config.rollout.sync_mode == "keep":
         law = "a request on a server ends with the adapter it began with, so trainer.lora cannot freeze and continue it"
         raise ConfigError("rollout.sync_mode", "keep", law, "use abort or wait")
@@ -140,8 +143,8 @@ def _refuse_validation(config: Sections) -> None:
     if section.every and not config.held_out:
         law = "there are no validation prompts"
         raise ConfigError("validation.every", section.every, law, "set data.validation_path: <file>, or use 0")
-    if section.placement == "own" and rollout.backend == "openai":
-        law = "the openai backend cannot reserve replicas for validation"
+    if section.placement == "own" and rollout.served:
+        law = f"the {rollout.backend} backend cannot reserve replicas for validation"
         raise ConfigError("validation.placement", section.placement, law, "use shared")
     if section.placement == "shared" and section.replicas > rollout.replicas:
         law = f"must be at most rollout.replicas = {rollout.replicas}"

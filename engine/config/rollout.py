@@ -13,16 +13,20 @@ from engine.section import DEVICE, GENERATOR, Section
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
+SERVERS = ("openai", "sglang")
+"""The backends whose replicas are servers elsewhere."""
+
+
 def replicas_of(backend: str, urls: Sequence[str], replicas: int | None, weights_dir: str | None) -> int | None:
-    """Number of replicas of the openai backend, one for each server; None for other backends. `replicas`: the number in
-    the configuration, or None.
+    """Number of replicas of a backend of `SERVERS`, one for each server; None for other backends. `replicas`: the
+    number in the configuration, or None.
 
     Raises: `ConfigError` for servers that are missing, repeated or miscounted, or without a directory for weights.
     """
-    if backend != "openai":
+    if backend not in SERVERS:
         if urls:
-            law = f"only the openai backend uses servers, and rollout.backend is {backend}"
-            raise ConfigError("rollout.urls", list(urls), law, "remove them, or use rollout.backend: openai")
+            law = f"only the openai and sglang backends use servers, and rollout.backend is {backend}"
+            raise ConfigError("rollout.urls", list(urls), law, "remove them, or use rollout.backend: openai or sglang")
         return None
     for url in urls:
         if not url.startswith(("http://", "https://")):
@@ -50,13 +54,13 @@ class RolloutSection(Section):
     backend: str = Field(
         "torch",
         pattern=GENERATOR,
-        description="Sampler: torch (embedded), vllm (in the replica's process), openai (compatible servers), or your "
-        "generator as module:Class.",
+        description="Sampler: torch (embedded), vllm (in the replica's process), openai (compatible servers), sglang "
+        "(its servers), or your generator as module:Class.",
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict, max_length=256, description="Keyword arguments of your generator's class."
     )
-    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
+    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with servers, one for each URL.")
     slots: int = Field(
         8,
         ge=1,
@@ -81,7 +85,9 @@ class RolloutSection(Section):
         "together", description="Whether replicas install new weights all at once or one by one."
     )
     kv: Literal["keep", "recompute"] = Field(
-        "keep", description="Whether frozen requests keep the KV cache of the old weights or compute it again."
+        "keep",
+        description="Whether frozen requests keep the KV cache of the old weights or compute it again; recompute with "
+        "the sglang backend.",
     )
     transport: Literal["object_store", "distributed", "vllm"] = Field(
         "object_store",
@@ -160,10 +166,12 @@ class RolloutSection(Section):
     )
 
     urls: list[str] = Field(
-        default_factory=list, max_length=4096, description="OpenAI-compatible servers, each one a replica."
+        default_factory=list, max_length=4096, description="OpenAI-compatible or SGLang servers, each one a replica."
     )
     served_model_name: str | None = Field(
-        None, min_length=1, description="Name of the model on the servers; null: the only one they serve."
+        None,
+        min_length=1,
+        description="Name of the model on the servers; null: the only one they serve. Not for sglang.",
     )
     api_key_env: str | None = Field(
         None,
@@ -191,6 +199,7 @@ class RolloutSection(Section):
         given = self.replicas if "replicas" in self.model_fields_set else None
         if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
             object.__setattr__(self, "replicas", replicas)
+        self._settle_sglang()
         if self.context is not None and self.backend != "torch":
             law = f"only the torch backend uses it, and rollout.backend is {self.backend}"
             raise ConfigError("rollout.context", self.context, law, "remove it (vllm: use engine_args.max_model_len)")
@@ -212,6 +221,11 @@ class RolloutSection(Section):
                 "rollout.arguments", self.arguments, law, "remove them, or use rollout.backend: module:Class"
             )
         return self
+
+    @property
+    def served(self) -> bool:
+        """Whether the replicas are servers elsewhere."""
+        return self.backend in SERVERS
 
     @property
     def custom(self) -> bool:
@@ -238,6 +252,22 @@ class RolloutSection(Section):
             law = "truncates sampling, but the trainer's log-probs are of the full vocabulary: every ratio is too small"
             fix = "use 1, or rollout.allow_truncated_sampling: true; for validation only, set top_p in validation.sets"
             raise ConfigError("rollout.top_p", self.top_p, law, fix)
+
+    def _settle_sglang(self) -> None:
+        """Raises: `ConfigError` for what an SGLang server cannot do."""
+        if self.backend != "sglang":
+            return
+        if "kv" not in self.model_fields_set:
+            object.__setattr__(self, "kv", "recompute")
+        if self.kv == "keep":
+            law = "SGLang labels tokens with the weights that sampled them only if frozen requests drop their KV cache"
+            raise ConfigError("rollout.kv", "keep", law, "use recompute")
+        if self.served_model_name is not None:
+            law = "an SGLang server serves one model and renames it with each update"
+            raise ConfigError("rollout.served_model_name", self.served_model_name, law, "remove it")
+        if self.top_p < 1:
+            law = "SGLang's log-probs are those before top_p, not those of the sampling distribution"
+            raise ConfigError("rollout.top_p", self.top_p, law, "use 1; for validation only, set it in validation.sets")
 
     def require_one_token(self, text: str, tokens: int) -> None:
         """Raises: `ConfigError` if a stop string is another number of tokens."""

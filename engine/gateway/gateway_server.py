@@ -126,7 +126,7 @@ class GatewayServer:
     ) -> ChatAnswer:
         top = said.figures or 0
         if top > session.group.bounds.top_logprobs:
-            law = f"top_logprobs is {top}, but must be 0: rollout.backend openai returns only the sampled tokens"
+            law = f"top_logprobs is {top}, but must be 0: the rollout server returns only the sampled tokens"
             raise RequestError(400, law, code="unsupported_value", param="top_logprobs")
         structure = self._structure(session, said, tools)
         call = await session.begin(asked)

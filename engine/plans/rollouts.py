@@ -101,7 +101,7 @@ def make_gateway(config: Config, model: str, local: Local = NO_LOCAL) -> Gateway
             max_tokens=config.rollout.max_tokens,
             context=context,
             timeout_s=agent.timeout_s,
-            top_logprobs=0 if config.rollout.backend == "openai" else MOST_TOP_LOGPROBS,
+            top_logprobs=0 if config.rollout.served else MOST_TOP_LOGPROBS,
             forced_calls=agent.forced_calls(config.rollout.backend),
         ),
         model=agent.served_model_name or config.model.path or "model",
@@ -273,6 +273,7 @@ def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollou
         bucket_mb=r.bucket_mb,
         wait_s=r.connect_timeout_s,
         lora=lora,
+        api=r.backend,
     )
 
 
@@ -280,6 +281,7 @@ BACKENDS: dict[str, Callable[[Config, Inputs, ReplicaId], RolloutBackend]] = {
     "torch": torch_backend,
     "vllm": vllm_backend,
     "openai": openai_backend,
+    "sglang": openai_backend,
 }
 """Makers of built-in backends, by `rollout.backend`. They are called in the actor, on a thread."""
 

@@ -1,4 +1,4 @@
-"""The HTTP rollout backend: a `RolloutBackend` that samples on an OpenAI-compatible server (vLLM, SGLang, ...).
+"""The HTTP rollout backend: a `RolloutBackend` that samples on an OpenAI-compatible server, or on SGLang's.
 
 `rollout.generator` calls it on its event loop. Every trajectory is one streamed request, so after any interruption the
 tokens so far are known with their log-probs. While it is paused, it holds requests back. A request that fails is sent
@@ -28,7 +28,7 @@ from engine.rollout.backend import (
 )
 from engine.rollout.openai.completions import TokenRequest
 from engine.rollout.openai.server_probe import Abilities, abilities_of, check_training
-from engine.rollout.openai.weight_files import ServerAdapters, ServerWeights
+from engine.rollout.openai.weight_files import ServerAdapters, ServerWeights, SglangWeights
 from engine.tasks.http_client import Http, RefusedRequest, Unavailable
 from engine.training.lora import Lora
 from engine.trajectory import Span
@@ -130,9 +130,10 @@ class OpenAIBackend(RemoteEngine):
     token. `install_timeout_s` bounds an install, whose files have at most `bucket_mb` MiB each. `wait_s` bounds the
     wait for the server's first answer.
 
-    `keep` freezes requests inside the server. It requires a server that can pause and that reports the version of each
-    token (vLLM in development mode); `abort` and `wait` do not. Each HTTP request has the seed (seed, length of the
-    prefix), so a resumed request draws other random numbers than an uninterrupted one.
+    `api` is `openai` or `sglang`. `keep` freezes requests inside the server. It requires a server that can pause and
+    that reports the version of each token (vLLM in development mode, SGLang); `abort` and `wait` do not. Each HTTP
+    request has the seed (seed, length of the prefix), so a resumed request draws other random numbers than an
+    uninterrupted one.
 
     With `lora`, every version is an adapter, the first one all zeros, and `initial` is not read. A request ends with
     the adapter it began with, so `keep` is not possible.
@@ -159,6 +160,7 @@ class OpenAIBackend(RemoteEngine):
         bucket_mb: float = 64,
         wait_s: float = 10.0,
         lora: Lora | None = None,
+        api: str = "openai",
     ) -> None:
         super().__init__()
         self._http = Http(url.rstrip("/").removesuffix("/v1"), key, timeout_s=timeout_s)
@@ -168,7 +170,7 @@ class OpenAIBackend(RemoteEngine):
         self._runs: dict[str, SentRequest] = {}
         self._weights: ServerWeights | None = None
         options: dict[str, Any] = {"model": served_model_name, "key_field": key_field, "wait_s": wait_s}
-        options["adapter"] = lora is not None
+        options |= {"adapter": lora is not None, "api": api}
         self.abilities: Abilities = _wait_for(abilities_of(self._http, encode=encode, **options), self._http)
         self._sleeps = self.abilities.sleeps
         if weights_dir is not None:
@@ -176,25 +178,26 @@ class OpenAIBackend(RemoteEngine):
             place = (self._http, model, weights_dir)
             limits: dict[str, Any] = {"limit_s": install_timeout_s, "bucket_mb": bucket_mb}
             if lora is None:
-                self._weights = ServerWeights(*place, labeled=self.abilities.wire.tells_weights, **limits)
+                kind = SglangWeights if api == "sglang" else ServerWeights
+                self._weights = kind(*place, labeled=self.abilities.wire.tells_weights, **limits)
             else:
                 self._weights = adapters = ServerAdapters(*place, lora=lora, **limits)
                 initial = adapters.zeros()
-            _wait_for(self._give_first_weights(self._http, initial), self._http)
+            _wait_for(self._give_first_weights(initial), self._http)
 
-    async def _give_first_weights(self, http: Http, initial: Any) -> None:
+    async def _give_first_weights(self, initial: Any) -> None:
         """Install version 0. An earlier run may have left other weights on the server, or left it paused."""
         assert self._weights is not None
         try:
             await self._weights.stage(0, initial)
             if self.abilities.pauses:
-                await http.call("POST", "/pause", query={"mode": "abort", "clear_cache": "true"})
+                await self.abilities.controls.pause("abort", clear=True)
             await self._weights.load(0)
             if self.abilities.pauses:
-                await http.call("POST", "/resume")
+                await self.abilities.controls.resume()
         except EngineError as error:
             self._weights.close()
-            law = f"{http.url} cannot load the initial weights: {error.message}"
+            law = f"{self._http.url} cannot load the initial weights: {error.message}"
             fix = "use a directory that the server sees under the same path, and serve the model of model.path"
             raise ConfigError("rollout.weights_dir", None, law, fix) from None
 
@@ -229,6 +232,8 @@ class OpenAIBackend(RemoteEngine):
             before = len(run.token_ids)
             try:
                 reason = await self._stream(run, context)
+                if reason == "stop" and run.token_ids[before:] and run.token_ids[-1] not in run.request.params.stop_ids:
+                    continue  # SGLang also stops at end tokens of its own
                 if reason != "abort" or run.was_cut():
                     return run.result(reason)
                 raise Unavailable(f"{self._http.url} aborted a request that the engine did not cancel")
@@ -267,7 +272,7 @@ class OpenAIBackend(RemoteEngine):
         try:
             async with contextlib.aclosing(self._http.events(wire.path, wire.body(ask))) as events:
                 async for event in events:
-                    piece = wire.piece(event)
+                    piece = wire.piece(event, len(run.token_ids) - first)
                     if piece is None:
                         continue
                     run.fresh = False
@@ -331,11 +336,10 @@ class OpenAIBackend(RemoteEngine):
             run.woken.set()
         readers = [run.reader for run in runs if run.reader is not None and not run.reader.done()]
         begun = [run for run in runs if run.reader in readers and not run.fresh]
-        prefix = self.abilities.wire.id_prefix
-        if begun and prefix is not None:
+        names = [name for run in begun if (name := self.abilities.wire.server_id(self._id_of(run))) is not None]
+        if names:
             with contextlib.suppress(EngineError):
-                names = [prefix + self._id_of(run) for run in begun]
-                await self._http.call("POST", "/abort_requests", {"request_ids": names})
+                await self.abilities.controls.abort(names)
                 await asyncio.wait([run.reader for run in begun if run.reader], timeout=ABORT_TIMEOUT_S)
         for reader in readers:
             reader.cancel()
@@ -361,10 +365,8 @@ class OpenAIBackend(RemoteEngine):
         if mode == "abort":
             await self._cut(list(self._runs.values()))
         if self.abilities.pauses:
-            clear = "true" if self._recompute or mode != "keep" else "false"
             wanted = "keep" if self._frozen else mode
-            await self._http.call("POST", "/pause", query={"mode": wanted, "clear_cache": clear})
-            await self._http.call("GET", "/is_paused")  # its answer arrives after the last tokens
+            await self.abilities.controls.pause(wanted, clear=self._recompute or mode != "keep")
         self._frozen = True
 
     async def stage(self, version: Version, weights: Any) -> None:
@@ -399,7 +401,7 @@ class OpenAIBackend(RemoteEngine):
     async def resume(self) -> None:
         self._check_open()
         if self.abilities.pauses:
-            await self._http.call("POST", "/resume")
+            await self.abilities.controls.resume()
         self._paused = self._frozen = False
         self._resumes += 1
         self._wake()
@@ -420,7 +422,7 @@ class OpenAIBackend(RemoteEngine):
         self._check_open()
         if self._sleeps:
             await self._http.call("POST", "/wake_up", further_s=self._timeout_s)
-            await self._http.call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"})
+            await self.abilities.controls.pause("keep", clear=False)
 
     # The end of the backend.
 
@@ -430,7 +432,7 @@ class OpenAIBackend(RemoteEngine):
             self._reason = "the rollout backend is closed"
             if self._paused and self.abilities.pauses:
                 with contextlib.suppress(EngineError):
-                    await self._http.call("POST", "/resume")
+                    await self.abilities.controls.resume()
         self._disconnect()
         for run in list(self._runs.values()):
             await run.ended.wait()

@@ -6,12 +6,13 @@ the server and the fix. The probe samples three tokens, one per request.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SamplingParams
-from engine.rollout.openai.completions import Completions, TokenRequest, TokensInOut, Wire
+from engine.rollout.openai.completions import Completions, Generate, TokenRequest, TokensInOut, Wire
+from engine.rollout.openai.server_controls import Controls, SglangControls, VllmControls
 from engine.tasks.http_client import Http, RefusedRequest, Unavailable, pause
 
 PROBE_TEXT = "12 + 30 = 42. The quick brown fox,\n"
@@ -19,6 +20,16 @@ DEV_MODE = "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
 EXTENSION = "engine.rollout.vllm.worker_extension.WeightsExtension"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 ADAPTER_FIX = "start vLLM with --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+SGLANG_LOADS = "/update_weights_from_disk"
+SGLANG_ROUTES = (
+    Generate.path, SGLANG_LOADS, "/pause_generation", "/continue_generation", "/abort_request", "/model_info",
+    "/server_info",
+)  # fmt: skip
+SGLANG_REFUSED = {
+    "hicache_storage_backend": (None, "stored KV caches outlive the weights that computed them"),
+    "disaggregation_mode": ("null", "a server of prefills alone keeps KV caches of old weights over an update"),
+}
+"""Settings of an SGLang server: the value that it must have, and why."""
 UNIFORM = 1e-3
 """If the two largest log-probs differ by less than this, they cannot show the effect of the temperature."""
 
@@ -31,6 +42,8 @@ class Abilities:
     context: int | None
     """Maximum number of tokens of prompt plus response; None if the server does not report it."""
     wire: Wire
+    controls: Controls
+    """Used if it `pauses`, or if the wire names requests for aborts."""
     pauses: bool
     sleeps: bool
     """Whether it has the routes. A server that was not started with sleep mode refuses the first call."""
@@ -49,32 +62,72 @@ async def abilities_of(
     wait_s: float,
     encode: Callable[[str], Sequence[int]] | None,
     adapter: bool = False,
+    api: str = "openai",
 ) -> Abilities:
     """Find out what the server can do. `wait_s`: seconds that it may take to start. `adapter`: the versions of the
-    weights are adapters, which a request names; the server is not asked for its version. Raises: `ConfigError`."""
+    weights are adapters, which a request names; the server is not asked for its version. `api`: `openai` or `sglang`.
+    Raises: `ConfigError`."""
     listed = await _until_up(http, key_field, wait_s)
     card = _card(http, listed, model)
     described = await _described(http, wait_s)
+    if api == "sglang":
+        found = await _sglang_abilities(http, card, described.get("paths", {}))
+    else:
+        found = _openai_abilities(http, card, described, adapter)
+    ids = await _probe_ids(http, found, encode)
+    if found.pauses:
+        await _awake(http, found.controls)
+    tells = await _check_samples(http, found, ids or [1])
+    await _check_logprobs(http, found, ids or [1])
+    return replace(found, wire=Generate(tells)) if api == "sglang" else found
+
+
+def _openai_abilities(http: Http, card: dict[str, Any], described: dict[str, Any], adapter: bool) -> Abilities:
     paths = described.get("paths", {})
+    if SGLANG_LOADS in paths and "/collective_rpc" not in paths:
+        raise ConfigError("rollout.backend", "openai", f"{http.url} is an SGLang server", "use sglang")
     tells = not adapter and all(
         path in paths for path in (TokensInOut.path, "/abort_requests", "/update_weight_version", "/weight_info")
     )
-    found = Abilities(
+    return Abilities(
         model=card["id"],
         context=card.get("max_model_len"),
         wire=TokensInOut() if tells else Completions(_fields(described)),
+        controls=VllmControls(http),
         pauses="/pause" in paths and "/resume" in paths,
         sleeps=all(path in paths for path in ("/sleep", "/wake_up", "/pause", "/resume")),
         installs="/collective_rpc" in paths,
         adapts=LOAD_ADAPTER in paths,
         health="/health" if "/health" in paths else "/v1/models",
     )
-    ids = await _probe_ids(http, found, encode)
-    if found.pauses:
-        await _awake(http)
-    await _check_samples(http, found, ids or [1])
-    await _check_logprobs(http, found, ids or [1])
-    return found
+
+
+async def _sglang_abilities(http: Http, card: dict[str, Any], paths: dict[str, Any]) -> Abilities:
+    missing = [path for path in SGLANG_ROUTES if path not in paths]
+    if missing:
+        law = f"is no SGLang server that can be trained on: it has no route {', '.join(missing)}"
+        fix = "start SGLang 0.5.23 or newer without DISABLE_OPENAPI_DOC, or use rollout.backend: openai"
+        raise ConfigError("rollout.urls", http.url, law, fix)
+    try:
+        settings = await http.call("GET", "/server_info")
+    except EngineError as error:
+        raise ConfigError("rollout.urls", http.url, error.message) from None
+    for name, (allowed, why) in SGLANG_REFUSED.items():
+        value = settings.get(name, allowed) if isinstance(settings, dict) else allowed
+        if value != allowed:
+            law = f"{http.url} runs with {name} {value}: {why}"
+            raise ConfigError("rollout.urls", http.url, law, f"start SGLang without --{name.replace('_', '-')}")
+    return Abilities(
+        model=card["id"],
+        context=card.get("max_model_len"),
+        wire=Generate(),
+        controls=SglangControls(http),
+        pauses=True,
+        sleeps=False,
+        installs=True,
+        adapts=False,
+        health="/health",
+    )
 
 
 def check_training(http: Http, found: Abilities, sync_mode: str, *, adapter: bool = False) -> None:
@@ -94,7 +147,8 @@ def check_training(http: Http, found: Abilities, sync_mode: str, *, adapter: boo
         raise ConfigError(
             "rollout.sync_mode", sync_mode,
             f"{http.url} cannot pause requests and report the weights version of each token",
-            f"use abort or wait; keep needs /pause, /resume and {TokensInOut.path} ({DEV_MODE}, --enable-scale-out)",
+            f"use abort or wait; keep needs /pause, /resume and {TokensInOut.path} ({DEV_MODE}, --enable-scale-out), "
+            "or an SGLang that reports weight_versions",
         )  # fmt: skip
 
 
@@ -161,10 +215,10 @@ def _fields(described: dict[str, Any]) -> frozenset[str] | None:
     return frozenset(schema["properties"]) if schema.get("properties") else None
 
 
-async def _awake(http: Http) -> None:
+async def _awake(http: Http, controls: Controls) -> None:
     """Resume the server. An earlier run that was killed may have left it paused, and then requests would hang."""
     try:
-        await http.call("POST", "/resume")
+        await controls.resume()
     except EngineError as error:
         raise ConfigError("rollout.urls", http.url, error.message) from None
 
@@ -186,22 +240,26 @@ async def _probe_ids(http: Http, found: Abilities, encode: Callable[[str], Seque
     return ours
 
 
-async def _check_samples(http: Http, found: Abilities, ids: Sequence[int]) -> None:
-    """Sample one token with the same kind of request as the run."""
+async def _check_samples(http: Http, found: Abilities, ids: Sequence[int]) -> bool:
+    """Sample one token with the same kind of request as the run. Returns whether the weights of the token came along.
+    Raises: `ConfigError`."""
     ask = TokenRequest(
         id="probe", model=found.model, token_ids=ids, max_tokens=1, seed=1,
         params=SamplingParams(max_tokens=1), salt="probe",
     )  # fmt: skip
-    tokens = 0
+    tokens, tells = 0, False
     try:
         async for event in http.events(found.wire.path, found.wire.body(ask)):
-            piece = found.wire.piece(event)
-            tokens += len(piece.token_ids) if piece else 0
+            piece = found.wire.piece(event, tokens)
+            if piece is not None:
+                tokens += len(piece.token_ids)
+                tells = tells or piece.labels is not None
     except EngineError as error:
         raise ConfigError("rollout.urls", http.url, error.message) from None
     if not tokens:
-        law = "the server returns no token ids when asked for one token (`return_token_ids`)"
-        raise ConfigError("rollout.urls", http.url, law, "use vLLM 0.10.2 or newer")
+        law = "the server returns no token ids when asked for one token"
+        raise ConfigError("rollout.urls", http.url, law, found.wire.tokens_fix)
+    return tells
 
 
 async def _check_logprobs(http: Http, found: Abilities, ids: Sequence[int]) -> None:
@@ -213,23 +271,16 @@ async def _check_logprobs(http: Http, found: Abilities, ids: Sequence[int]) -> N
     apart = [float(top[common[0]]) - float(top[common[1]]) for top in (warm, hot)]
     if abs(apart[0]) > UNIFORM and abs(apart[1] - apart[0] / 2) > abs(apart[1] - apart[0]):
         law = "the server returns log-probs from before temperature and top_p, not of the sampling distribution"
-        raise ConfigError("rollout.urls", http.url, law, "start vLLM with --logprobs-mode processed_logprobs")
+        raise ConfigError("rollout.urls", http.url, law, found.wire.logprobs_fix)
 
 
 async def _top_two(http: Http, found: Abilities, ids: Sequence[int], temperature: float) -> dict[str, float]:
-    body = {
-        "model": found.model,
-        "prompt": list(ids),
-        "max_tokens": 1,
-        "logprobs": 4,
-        "return_tokens_as_token_ids": True,
-    }
+    path, body = found.wire.top_request(found.model, ids, temperature)
     try:
-        answer = await http.call("POST", Completions.path, {**body, "temperature": temperature})
-        top: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        top = found.wire.top_of(await http.call("POST", path, body))
     except EngineError as error:
         raise ConfigError("rollout.urls", http.url, error.message) from None
     except (KeyError, IndexError, TypeError):
-        law = "the server returns no log-probs (`logprobs`)"
+        law = "the server returns no log-probs"
         raise ConfigError("rollout.urls", http.url, law, "use a server that returns one for each token") from None
     return top or {}

@@ -95,6 +95,26 @@ class ServerWeights:
         self._area.close()
 
 
+class SglangWeights(ServerWeights):
+    """Versions that SGLang loads. It takes the label together with the weights."""
+
+    async def load(self, version: Version) -> None:
+        """See `ServerWeights.load`. Also raises if the server could not flush the KV cache of the old weights."""
+        body = {
+            "model_path": str(self._area.directory(version)),
+            "load_format": "auto",  # the server may have been started with dummy weights
+            "weight_version": self.label(version),
+            "flush_cache": True,
+        }
+        answer = await self.http.call("POST", "/update_weights_from_disk", body, further_s=self._limit_s)
+        if not isinstance(answer, dict) or not answer.get("success"):
+            raise EngineError(f"{self.http.url} did not load the weights: {answer!r:.300}")
+
+    async def in_force(self, version: Version) -> bool:
+        answer = await self.http.call("GET", "/model_info")
+        return isinstance(answer, dict) and answer.get("weight_version") == self.label(version)
+
+
 class ServerAdapters(ServerWeights):
     """Versions that are adapters, each loaded by the server under a name of its own, which the requests then ask for.
 
