@@ -10,7 +10,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = {
-    "configs": ("*.yaml",),
+    "configs": ("*.yaml", "workloads/*.yaml"),
     "dashboards": ("prometheus.yml", "alerts.yml", "compose.yaml", "generated/*.json", "grafana/**/*.yaml"),
 }
 

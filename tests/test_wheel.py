@@ -77,9 +77,13 @@ def test_the_wheel_alone_schedules_a_users_own_trainer_and_replays_records(bare:
         file.relative_to(ROOT / "dashboards") for file in (ROOT / "dashboards").rglob("*.*")
         if file.suffix in (".yml", ".yaml", ".json") and file.name != "alerts_test.yml"
     }  # fmt: skip
-    heavy = (
-        "import importlib.util as u; print([m for m in ('ray', 'torch', 'transformers', 'numpy') if u.find_spec(m)])"
+    listed = (
+        "from engine.cli.shipped_files import shipped_folder as folder\n"
+        "print(*sorted(file.name for file in (folder('configs') / 'workloads').iterdir()))"
     )
+    workloads = sorted(file.name for file in (ROOT / "configs" / "workloads").iterdir())
+    assert done(bare / "python", "-c", listed, cwd=tmp_path).split() == workloads
+    heavy = "import importlib.util as u; print([m for m in ('ray', 'torch', 'transformers') if u.find_spec(m)])"
     assert done(bare / "python", "-c", heavy, cwd=tmp_path).strip() == "[]"
 
 
