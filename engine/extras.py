@@ -20,6 +20,7 @@ EXTRAS = {
         ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "pyarrow", "numpy", "peft"), "train"
     ),
     **dict.fromkeys(("textual", "shtab"), "inspect"),
+    "optuna": "tune",
 }
 """The extra that installs each optional package."""
 FOR_RUNS = ("ray", "train")

@@ -28,6 +28,7 @@ from engine.cli import (
     samples,
     shipped_files,
     timeline_command,
+    tune,
     what_if,
 )
 from engine.cli import run as running
@@ -181,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     what_if.add_commands(commands)
     timeline_command.add_command(commands)
     report_command.add_command(commands)
+    tune.add_command(commands)
     shipped_files.add_command(commands)
     add_commands(commands)
 

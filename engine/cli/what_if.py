@@ -101,8 +101,8 @@ def what_if(arguments: argparse.Namespace) -> int:
         print_json("whatif", run.shown, _plain(found, [as_is for as_is, _ in pairs], [new for _, new in pairs]))
         return 0
     for line in (
-        *_calibration_lines(found),
-        *_prediction_lines(arguments.set, pairs, _notes(found, schedule, changed)),
+        *calibration_lines(found),
+        *_prediction_lines(arguments.set, pairs, notes_of_change(found, schedule, changed)),
     ):
         print(visible(line))
     if arguments.compare:
@@ -157,7 +157,7 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{key}", value
 
 
-def _notes(found: "Calibration", before: "Schedule", after: "Schedule") -> list[str]:
+def notes_of_change(found: "Calibration", before: "Schedule", after: "Schedule") -> list[str]:
     """What the record does not tell of a change."""
     notes = []
     seen = found.most_responses
@@ -268,7 +268,7 @@ def _interval(values: Sequence[float]) -> str:
     return f"{middle:.3g}{around}"
 
 
-def _calibration_lines(found: "Calibration") -> Iterator[str]:
+def calibration_lines(found: "Calibration") -> Iterator[str]:
     steps = found.window.steps
     yield f"calibration: train steps {steps[0].step} to {steps[-1].step}, recorded and simulated"
     off = 0
