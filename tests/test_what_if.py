@@ -84,6 +84,17 @@ def test_the_durations_of_a_run_are_found_in_its_record(run_dir: Path) -> None:
     assert (found.shared.replica, found.shared.trainer) == (0, 0)
 
 
+def test_long_responses_weigh_as_much_as_in_the_record() -> None:
+    """They are cut short by weight syncs more often than others, and a few of them decide when a step ends."""
+    tail = [round(20 * (1 - number / 101) ** (-2 / 3), 1) for number in range(101)]
+    aborts = schedule(("rollout", "sync_mode", "abort"), ("rollout", "max_tokens", 4000))
+    history = simulate(aborts, workload(responses={"tokens": tail}), seed=3, steps=24).history
+    assert sum(attempt.resumed for attempt in history.attempts) > 20
+    found = calibrate(window_of(history, 64), recorded_schedule(history)).responses
+    lengths = [row.tokens / 4 for row in history.groups if row.state == "consumed"]
+    assert typical(found.tokens) == pytest.approx(sum(lengths) / len(lengths), rel=0.02)
+
+
 CHANGES = [
     ("scheduler", "max_staleness_steps", 0), ("scheduler", "max_staleness_steps", 3), ("rollout", "slots", 3),
     ("rollout", "replicas", 4), ("scheduler", "samples_per_prompt", 8), ("rollout", "sync_mode", "wait"),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config.workload import Workload
+from engine.config.workload import Workload, typical
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
 from engine.metrics.history import GenerationAttempt, History, StepRow
@@ -31,8 +31,10 @@ from engine.trajectory import SOURCES
 
 FEWEST_STEPS, FEWEST_GROUPS = 3, 8
 """A shorter record says too little."""
-POINTS = 21
-"""Numbers in a list of a workload."""
+POINTS = (21, 51, 101)
+"""Numbers in a list of a workload: the fewest whose mean is that of the cases, which a few long ones may decide."""
+SAME = 0.01
+"""Relative difference of such means."""
 SHARES = [number / 10 for number in range(-4, 5)]
 """How far shares of hardware that are tried are from the assumed ones."""
 SLOWER = [0.7, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5]
@@ -64,13 +66,17 @@ class Window:
     def end(self) -> float:
         return self.steps[-1].finished_at
 
-    def attempts(self) -> list[GenerationAttempt]:
-        """The groups that were generated in one piece."""
+    def generated(self) -> list[GenerationAttempt]:
+        """The last attempts of the groups that reached their whole length. Long ones began before the window, or were
+        interrupted, more often than others."""
         return [
             one for one in self.history.attempts
-            if one.outcome == "generated" and not one.resumed and not one.reason and one.longest
-            and self.start <= one.start and one.end <= self.end
+            if one.outcome == "generated" and not one.reason and one.longest and self.start <= one.end <= self.end
         ]  # fmt: skip
+
+    def attempts(self) -> list[GenerationAttempt]:
+        """The groups that were generated in one piece."""
+        return [one for one in self.generated() if not one.resumed and one.start >= self.start]
 
 
 def window_of(history: History, most_steps: int, first: int = 0, rows: Sequence[Mapping[str, Any]] = ()) -> Window:
@@ -101,12 +107,13 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
     if len(attempts) < FEWEST_GROUPS:
         law = f"has {len(attempts)} groups that were generated without interruption; a simulation needs {FEWEST_GROUPS}"
         raise ConfigError("RUN", history.run, law, "let it train longer")
-    means = [one.tokens / samples for one in attempts]
-    growth = _growth(window, attempts, means)
-    order = {one.group: number for number, one in enumerate(attempts)}
+    growth = _growth(window, attempts, [one.tokens / samples for one in attempts])
+    generated = sorted(window.generated(), key=lambda one: one.group)
+    means = [one.tokens / samples for one in generated]
+    order = {one.group: number for number, one in enumerate(generated)}
     steady = [mean / (1 + growth) ** (order[one.group] / schedule.limits.train_batch_size)
-              for one, mean in zip(attempts, means, strict=True)]  # fmt: skip
-    longer = fmean(one.longest / max(mean, 1e-9) for one, mean in zip(attempts, means, strict=True))
+              for one, mean in zip(generated, means, strict=True)]  # fmt: skip
+    longest = [one.longest for one in generated]
     filtered = [row.state == "filtered" for row in history.groups if row.ended_at >= window.start]
     calls = _reward_calls(history, schedule)
     reward_s = calls.get("calls", 0) * fmean(calls["call_s"]) / calls["at_once"] if calls else 0.0
@@ -124,8 +131,8 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
         "about": f"run {history.run}, train steps {window.steps[0].step} to {window.steps[-1].step}",
         "settings": _settings(schedule),
         "responses": {
-            "tokens": _quantiles(steady), "spread": spread_of(longer, samples), "growth": growth,
-            "max_tokens": max(one.longest for one in attempts),
+            "tokens": _quantiles(steady), "growth": growth, "max_tokens": max(longest),
+            "spread": spread_of(means, fmean(longest), samples, max(longest)),
             "filtered": min(0.99, fmean(filtered)) if filtered else 0.0,
         },
         "sources": _sources(window, _quantiles(steady)),
@@ -144,7 +151,7 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
         },
         "weights": {
             "staging_s": _quantiles(syncs["staging"]), "installing_s": _quantiles(syncs["installing"]),
-            "pausing_s": min(syncs["pausing"], default=0.0),
+            "pausing_s": _pausing_s(window),
         },
         "shared": shared,
         "failures": {"group": fmean(one.outcome == "failed" for one in ended) if ended else 0.0},
@@ -172,7 +179,12 @@ def _quantiles(values: Iterable[float]) -> float | list[float]:
         return 0.0
     if found[-1] - found[0] < 1e-9:
         return _rounded(found[0])
-    return [_rounded(float(value)) for value in np.quantile(found, np.linspace(0, 1, min(POINTS, len(found))))]
+
+    def spaced(points: int) -> list[float]:
+        return [_rounded(float(value)) for value in np.quantile(found, np.linspace(0, 1, min(points, len(found))))]
+
+    points = next((one for one in POINTS if abs(typical(spaced(one)) / fmean(found) - 1) < SAME), POINTS[-1])
+    return spaced(points)
 
 
 def _clipped(seconds: Sequence[float], less: float) -> list[float]:
@@ -223,6 +235,19 @@ def _reward_calls(history: History, schedule: Schedule) -> dict[str, Any]:
         "calls": max(1, round(calls.calls / max(1, generated))), "call_s": [calls.seconds / calls.calls] * 2,
         "at_once": max(1, calls.at_once),
     }  # fmt: skip
+
+
+def _pausing_s(window: Window) -> float:
+    """Seconds of a pause after the last group that ended in it: in mode `wait`, it waits for the groups."""
+    ends: dict[ReplicaId, list[float]] = defaultdict(list)
+    for one in window.generated():
+        ends[one.replica].append(one.end)
+    pauses = [sync for sync in window.history.syncs if (sync.name, sync.outcome) == ("pausing", "done")]
+    seconds = [
+        sync.end - max((end for end in ends[sync.replica] if sync.start < end <= sync.end), default=sync.start)
+        for sync in pauses if sync.start >= window.start
+    ]  # fmt: skip
+    return _rounded(median(seconds)) if seconds else 0.0
 
 
 def _start_s(history: History) -> float:

@@ -153,16 +153,18 @@ def _with_mean(weights: list[float], mean: float, most: int | None) -> list[floa
     return [min(weight * scale, most) for weight in weights]
 
 
-def spread_of(longer: float, samples: int) -> float:
-    """The `spread` with which the longest of a group's responses has `longer` times their mean length."""
+def spread_of(means: Sequence[float], longest: float, samples: int, most: int) -> float:
+    """The `spread` with which the longest responses of groups with these mean lengths have a mean length of `longest`,
+    if none is longer than `most`."""
     normal, draws = NormalDist(), Random(0)
-    groups = [[normal.inv_cdf(draws.random() or 0.5) for _ in range(samples)] for _ in range(200)]
+    spaced = [quantile(sorted(means), (number + 0.5) / 200) for number in range(200)]
+    groups = [(mean, [normal.inv_cdf(draws.random() or 0.5) for _ in range(samples)]) for mean in spaced]
 
-    def ratio(spread: float) -> float:
-        return fmean(exp(spread * max(one)) / fmean(exp(spread * z) for z in one) for one in groups)
+    def longest_of(spread: float) -> float:
+        return fmean(max(_with_mean([exp(spread * z) for z in one], mean, most)) for mean, one in groups)
 
     low, high = 0.0, 4.0
-    for _ in range(20):
+    for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if ratio(middle) < longer else (low, middle)
+        low, high = (middle, high) if longest_of(middle) < longest else (low, middle)
     return round(low, 3)
