@@ -22,6 +22,7 @@ from engine.policies import PolicySet
 from engine.record import Header, Recorder, Tick
 from engine.runtime.garbage_collection import collect_rarely, rare_collection
 from engine.runtime.local.session import SNAPSHOT_EVERY
+from engine.simulation.advice import advise
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 
@@ -80,6 +81,7 @@ def main() -> None:
         history = timed("reading again", lambda: read_history(directory))
         print(f"{history.events} events, {len(history.groups)} groups, {size / 2**20:.1f} MiB")
         timed("the run", lambda: str(explain_run(history)))
+        timed("the advice", lambda: str(advise(history).lines))
         timed("a step", lambda: str(explain_step(history, 5)))
         timed("a group", lambda: str(explain_group(history, len(history.groups) // 2)))
         timed("a moment", lambda: str(explain_moment(history, history.end / 2)))

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ MOST_RECORD_BYTES = 1 << 20
 """Reading a larger record would delay the end of a run by more than a few seconds."""
 ADVICE_EVERY_S = 30.0
 ADVICE_SHARE = 0.01
-"""Maximum share of a core that `engine top` uses to read the record."""
+"""Maximum share of a core that `engine top` uses for advice."""
 
 
 def first_advice(run_dir: Path) -> str:
     """The first line of advice about a run, or how to get it; empty if its record cannot be read here."""
-    from engine.inspect.advice import advise
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, this thread runs an event loop already
+        return thread.submit(_first_advice, run_dir).result()
+
+
+def _first_advice(run_dir: Path) -> str:
     from engine.inspect.history_reader import read_history
+    from engine.simulation.advice import FEW_GROUPS, advise
 
     try:
         if sum(path.stat().st_size for path in (run_dir / "schedule").iterdir()) > MOST_RECORD_BYTES:
             return "the record is long: use `engine explain`"
         history = read_history(run_dir)
-        return advise(history, gpus=may_have_gpus(history.config)).lines[0]
+        return advise(history, gpus=may_have_gpus(history.config), most_groups=FEW_GROUPS).lines[0]
     except (EngineError, OSError):
         return ""
     except Exception as error:  # a defect here must not fail a run that has finished
@@ -53,5 +59,5 @@ class AdviceWatch:
         pause_s = 0.0
         while not self._never.wait(pause_s):
             began = time.thread_time()
-            self.line = first_advice(self._run_dir).partition(";")[0]
+            self.line = _first_advice(self._run_dir).partition(";")[0]
             pause_s = max(ADVICE_EVERY_S, (time.thread_time() - began) / ADVICE_SHARE)

@@ -42,10 +42,13 @@ def explain(arguments: argparse.Namespace) -> int:
         explanation = explain_group(history, arguments.group)
     elif arguments.at is not None:
         explanation = explain_moment(history, arguments.at)
+    elif arguments.idle:
+        explanation = explain_idle(history)
     else:
+        from engine.simulation.advice import advise
+
         health = [*findings(step_rows(run.metrics)), *failed_responses(history.validations)]
-        gpus = may_have_gpus(history.config)
-        explanation = explain_idle(history) if arguments.idle else explain_run(history, health, gpus=gpus)
+        explanation = explain_run(history, health, advise(history, gpus=may_have_gpus(history.config)))
     if arguments.json:
         print_json("explain", run.shown, explanation.plain())
     else:

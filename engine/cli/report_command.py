@@ -33,10 +33,10 @@ def add_command(commands: Any) -> None:
 
 def write(arguments: argparse.Namespace) -> int:
     """`engine report RUN`. Raises: `ConfigError` for wrong arguments and a file that cannot be written."""
-    from engine.inspect.advice import advise
     from engine.inspect.report import report_html
     from engine.inspect.timeline import timeline_of
     from engine.record.files import write_private
+    from engine.simulation.advice import advise
 
     steps = None if arguments.samples is None else _steps(arguments.samples)
     run, history = history_of(arguments)

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from engine.errors import ConfigError, counted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId
-from engine.inspect.advice import advise, percent
+from engine.inspect.counsel import Counsel, percent
 from engine.metrics.health import HealthFinding
 from engine.metrics.history import (
     FATES,
@@ -550,11 +550,14 @@ def _idle_parts(history: History) -> tuple[Part, ...]:
 
 TENSES = {RUNNING: "is", "interrupted": "was"}
 """Verbs of the outcomes of a run; of the others: `has`."""
+NO_COUNSEL = Counsel()
 
 
-def explain_run(history: History, health: Sequence[HealthFinding] = (), *, gpus: bool = True) -> Explanation:
+def explain_run(
+    history: History, health: Sequence[HealthFinding] = (), counsel: Counsel = NO_COUNSEL
+) -> Explanation:  # fmt: skip
     """Where the time of a run went, its slowest steps, idle time and waste by cause, problems of its training, and
-    advice. `gpus`: see `advise`."""
+    advice."""
     chains = _Chains(history)
     turns = _turns(history)
     bounds = [chains.bounds(step, start, end) for step, start, end in turns]
@@ -571,13 +574,13 @@ def explain_run(history: History, health: Sequence[HealthFinding] = (), *, gpus:
             f"{counted(len(history.groups), 'group')} drawn, {history.events} events.",
         ),
     )
-    counsel = advise(history, gpus=gpus)
     path = _part("bottlenecks", "s", sums, BOUNDS, *counsel.causes)
     slowest = sorted(zip(turns, bounds, strict=True), key=lambda one: one[0][1] - one[0][2])[:SLOWEST]
     reasons = [_slow_step(chains, turn, bound) for turn, bound in slowest]
     parts = (
         head, path, *([Part("slowest steps", tuple(reasons))] if reasons else []), *_idle_parts(history),
-        *([Part("health", tuple(one.text for one in health))] if health else []), Part("advice", counsel.lines),
+        *([Part("health", tuple(one.text for one in health))] if health else []),
+        *([Part("advice", counsel.lines)] if counsel.lines else []),
     )  # fmt: skip
     figures = {
         "outcome": history.outcome, "seconds": history.end, "steps": len(finished), "groups": len(history.groups),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from engine.config.workload import Workload, typical
 from engine.errors import ConfigError, EngineError
 from engine.ids import StepId
+from engine.inspect.counsel import OUTSIDE
 from engine.inspect.history_reader import made_history
 from engine.metrics.collector import RunMetrics, TakesRows
 from engine.metrics.history import GroupRow, History
@@ -37,8 +38,6 @@ from engine.simulation.world import World
 from engine.states.limits import Limits
 from engine.version import __version__
 
-OUTSIDE = ("starting", "restarting", "draining", "waiting_for_replicas", "no_prompts")
-"""Times that no setting of the schedule changes."""
 MOST_EVENTS = 100_000_000
 """A simulated run with more events counts as one that never ends."""
 
@@ -189,10 +188,14 @@ def predicted(
 ) -> ScheduleFigures:
     """The figures of so many train steps of a simulated run, after `earlier` others; None: as many as make it forget
     its start."""
-    limits = schedule.limits
-    forgotten = limits.max_staleness_steps + limits.sync_every + 2
+    forgotten = forgotten_steps(schedule.limits)
     earlier = forgotten if earlier is None else min(earlier, forgotten)
     return figures_of(window_of(simulate(schedule, workload, seed=seed, steps=steps + earlier).history, steps))
+
+
+def forgotten_steps(limits: Limits) -> int:
+    """Train steps after which a simulated run has forgotten its start."""
+    return limits.max_staleness_steps + limits.sync_every + 2
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,7 @@ def _fate(rows: Sequence[GroupRow], dice: WorkloadDice) -> Fate:
 # -- calibration -------------------------------------------------------------------------------------------------------
 
 
-TRIALS = 3
+TRIALS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,10 +299,11 @@ class Calibration:
 
 
 def calibrated(
-    history: History, schedule: Schedule, *, steps: int, first: int = 0, rows: Sequence[Mapping[str, Any]] = ()
-) -> Calibration:
+    history: History, schedule: Schedule, *, steps: int, first: int = 0, rows: Sequence[Mapping[str, Any]] = (),
+    trials: int = TRIALS,
+) -> Calibration:  # fmt: skip
     """Find the durations of a run's newest steps, from step `first` on, and simulate these steps. `rows`: those of its
-    metrics, which tell the data sources.
+    metrics, which tell the data sources. `trials`: further simulations that may make them as long as the recorded ones.
 
     Raises: `ConfigError` if the record says too little."""
     window = window_of(history, steps, first, rows)
@@ -311,9 +315,9 @@ def calibrated(
 
     low, high = 0.0, 1.0
     found = {high: tried(high)}
-    if found[high].step_s > recorded.step_s:
+    if trials and found[high].step_s > recorded.step_s:
         found[low] = tried(low)
-        for _ in range(TRIALS if found[low].step_s < recorded.step_s else 0):
+        for _ in range(trials - 1 if found[low].step_s < recorded.step_s else 0):
             middle = (low + high) / 2
             found[middle] = tried(middle)
             low, high = (low, middle) if found[middle].step_s > recorded.step_s else (middle, high)

@@ -13,12 +13,12 @@ from steady_world import close_worlds, steady_world
 
 from engine.cli import main
 from engine.cli.advice_line import may_have_gpus
-from engine.inspect.advice import advise
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import _curves, _idle_bins, report_html
 from engine.inspect.timeline import timeline_of
 from engine.metrics.journal import line_of
 from engine.record import Header, Recorder
+from engine.simulation.advice import advise
 from engine.storage.samples import SampleFiles, SampleRow
 from tests.inspect.recorded_worlds import faulty_record, recorded
 
