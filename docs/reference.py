@@ -21,6 +21,7 @@ from engine import cli
 from engine.config.loading import expected, parse_yaml
 from engine.config.migration import tables
 from engine.config.schema import Config
+from engine.config.workload import ResponseSource, Workload
 from engine.gateway.request_fields import CHAT, COMPLETIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +83,16 @@ and `/v1/completions`. Fields that are in neither this table nor OpenAI's docume
 
 In `/v1/completions`, `logprobs` is the number of most likely tokens, from 0 to 20, and `add_special_tokens` must be
 true. `python docs/reference.py` writes this page from `engine/gateway/request_fields.py`: do not edit it.
+"""
+
+
+WORKLOAD = """\
+# Every field of a workload
+
+What `engine simulate` and `engine tune` read ([how to use it](../CHOOSING.md)), and what `engine whatif --save` writes.
+A *figure* is one number, or a list: the smallest, ..., the largest, at equal shares of the cases.
+
+`python docs/reference.py` writes this page from `engine/config/workload.py`: do not edit it.
 """
 
 
@@ -301,11 +312,38 @@ def requests_page() -> str:
     return "\n".join([REQUESTS, "| field | | allowed | remark |", "|---|---|---|---|", *rows]) + "\n"
 
 
+# -- workloads ---------------------------------------------------------------------------------------------------------
+
+
+def workload_page() -> str:
+    """The text of WORKLOAD.md."""
+    parts = [WORKLOAD]
+    for section, field in Workload.model_fields.items():
+        model, _ = _model_in(field.annotation)
+        name = f"{section}.NAME" if model is ResponseSource else section
+        rows = [_figure(section, field)] if model is None else [_figure(*one) for one in model.model_fields.items()]
+        about = field.description or "" if model is None else (model.__doc__ or "").strip()
+        head = "| field | value | default | meaning |\n|---|---|---|---|"
+        parts.append(f"## {name}\n\n" + (about + "\n\n" if model else "") + f"{head}\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _figure(name: str, field: FieldInfo) -> str:
+    kinds = {float: "a number", int: "a whole number", str: "text"}
+    optional = type(None) in get_args(field.annotation)
+    kind = next((kinds[one] for one in (field.annotation, *get_args(field.annotation)) if one in kinds), "a mapping")
+    kind = "a figure" if float in get_args(field.annotation) and not optional else kind
+    kind = "a mapping" if get_origin(field.annotation) is dict else kind
+    default = "" if field.is_required() else code(plain_of(field.get_default(call_default_factory=True)))
+    return f"| `{name}` | {kind} | {default} | {cell(field.description or '')} |"
+
+
 PAGES = {
     "CONFIG.md": config_page,
     "COMMANDS.md": commands_page,
     "MIGRATION.md": migration_page,
     "REQUESTS.md": requests_page,
+    "WORKLOAD.md": workload_page,
 }
 
 if __name__ == "__main__":

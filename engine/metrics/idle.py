@@ -178,7 +178,7 @@ class IdleTime:
         """Number of slots that are free only because rewards are not computed."""
         state = self._state
         if self.rollout_cause is WORKER_BOUND:  # of the groups without rewards, those that run hold a place of K
-            return state.replicas.unrewarded
+            return state.groups.unrewarded
         groups = unrewarded_groups(state)
         trainer_waits = self.trainer in (WAITING_FOR_GROUPS, WAITING_FOR_STRAGGLERS)
         if not groups or not trainer_waits or self.rollout_cause not in (STALENESS_BOUND, RUN_ENDING):

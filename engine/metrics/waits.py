@@ -194,7 +194,7 @@ def agent_groups(process: Process) -> int:
 
 def unrewarded_groups(state: State) -> int:
     """Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not."""
-    return state.replicas.unrewarded + state.groups.state_queues.groups_at(GENERATED)
+    return state.groups.unrewarded + state.groups.state_queues.groups_at(GENERATED)
 
 
 def reward_wait(state: State) -> str:
@@ -205,7 +205,7 @@ def reward_wait(state: State) -> str:
         return ""
     slowest = _slowest(_calls(_processes(state), of_agents=False))
     busy = [added.name for added in state.groups.state_queues.at[GENERATED] if added.waiting or added.working]
-    otherwise = f"state {busy[0]}" if busy and not state.replicas.unrewarded else "their rewards"
+    otherwise = f"state {busy[0]}" if busy and not state.groups.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")
 

@@ -45,6 +45,9 @@ the trainer works, but the trainer also waits because replicas are slow: the rec
 READING, RUNNING = 0.5, 0.05
 """Shares of the error that must be saved by the time in which prompts are read, and by the number of running responses,
 if they alone explained the time of a group. In a steady run, both are in proportion to its tokens."""
+MANY_TURNS = 0.1
+"""Share of the time in which responses wait for tools, from which on they have several turns. Each turn is a prompt, so
+the time of a token follows the number of running responses."""
 OTHER_THREADS = (0.2, 1.0)
 """Threads that a replica and the trainer keep busy beside those of their settings: messages, rewards, packing."""
 
@@ -107,16 +110,14 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
     if len(attempts) < FEWEST_GROUPS:
         law = f"has {len(attempts)} groups that were generated without interruption; a simulation needs {FEWEST_GROUPS}"
         raise ConfigError("RUN", history.run, law, "let it train longer")
-    growth = _growth(window, attempts, [one.tokens / samples for one in attempts])
     generated = sorted(window.generated(), key=lambda one: one.group)
-    means = [one.tokens / samples for one in generated]
-    order = {one.group: number for number, one in enumerate(generated)}
-    steady = [mean / (1 + growth) ** (order[one.group] / schedule.limits.train_batch_size)
-              for one, mean in zip(generated, means, strict=True)]  # fmt: skip
+    means = [max(1e-9, one.tokens / samples) for one in generated]
+    growth = _growth(window, generated, means)
+    steady = [mean / (1 + growth) ** (number / schedule.limits.train_batch_size) for number, mean in enumerate(means)]
     longest = [one.longest for one in generated]
     filtered = [row.state == "filtered" for row in history.groups if row.ended_at >= window.start]
     calls = _reward_calls(history, schedule)
-    reward_s = calls.get("calls", 0) * fmean(calls["call_s"]) / calls["at_once"] if calls else 0.0
+    reward_s = calls["calls"] * calls["call_s"] / calls["at_once"] if calls else 0.0
     speeds = _Speeds(window, attempts, samples)
     shared, speed, others, train = speeds.fit(seed, _assumed_shares(schedule, history.cores))
     syncs: dict[str, list[float]] = defaultdict(list)
@@ -137,7 +138,7 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
         },
         "sources": _sources(window, _quantiles(steady)),
         "replica": speed | {
-            "overhead_s": _quantiles(_clipped(others, reward_s)),
+            "overhead_s": 0.0 if calls.pop("queued", 0) else _quantiles(_clipped(others, reward_s)),
             "row_s": _quantiles(chunks), "start_s": _start_s(history),
         },
         "rewards": calls,
@@ -198,8 +199,8 @@ def _clipped(seconds: Sequence[float], less: float) -> list[float]:
 def _growth(window: Window, attempts: Sequence[GenerationAttempt], means: Sequence[float]) -> float:
     """The change of response lengths per train step; 0 if it may be chance."""
     steps = (window.end - window.start) / len(window.steps)
-    at = np.array([(one.start - window.start) / steps for one in attempts])
-    logs = np.log(np.maximum(means, 1e-9))
+    at = np.array([(one.end - window.start) / steps for one in attempts])
+    logs = np.log(means)
     if len(attempts) < 2 * FEWEST_GROUPS or at.std() == 0:
         return 0.0
     slope = float(np.cov(at, logs)[0, 1] / at.var(ddof=1))
@@ -231,10 +232,10 @@ def _reward_calls(history: History, schedule: Schedule) -> dict[str, Any]:
         return {}
     generated = sum(one.outcome == "generated" for one in history.attempts)
     calls = found[1]
-    return {
-        "calls": max(1, round(calls.calls / max(1, generated))), "call_s": [calls.seconds / calls.calls] * 2,
-        "at_once": max(1, calls.at_once),
-    }  # fmt: skip
+    count = calls.calls / max(1, generated)  # the newest calls are not reported yet
+    count = schedule.samples if count > schedule.samples / 2 else max(1, round(count))
+    call_s = _rounded(calls.seconds / calls.calls)
+    return {"calls": count, "call_s": call_s, "at_once": max(1, calls.at_once), "queued": calls.queued}
 
 
 def _pausing_s(window: Window) -> float:
@@ -309,9 +310,10 @@ class _Speeds:
         """Moments at which they started: prompts that come together are read together."""
         self.longest = np.array([one.longest for one in attempts], dtype=float)
         share = fmean(min(1.0, one.tokens / (samples * one.longest)) for one in attempts)
+        self.waits = _waiting_share(window)
         busy = self._over_attempts(self.open * self.seconds)
         held = self._over_attempts(self.open * self.seconds * self.groups)
-        self.responses = samples * share * held / np.maximum(busy, 1e-12)
+        self.responses = samples * share * (1 - self.waits) * held / np.maximum(busy, 1e-12)
         """Running responses beside each group, on average."""
         self.overhead_s = max(
             0.0, float(self._over_attempts(self.open * self.seconds).mean()) - _slot_s(window) / share
@@ -350,15 +352,22 @@ class _Speeds:
         _, replica, trainer = best
         used = self._used(replica, trainer)
         (call_s, prompt_s, step_s, response_s), _ = self._replicas(used, chosen)
-        rest = (
-            self._over_attempts(self.open * self.seconds / np.maximum(1.0, used)) - self.calls * call_s
-            - self.starts * prompt_s - self.longest * (step_s + response_s * self.responses)
+        rest = self.overhead_s + self._sampling(used) - (
+            self.calls * call_s + self.starts * prompt_s + self.longest * (step_s + response_s * self.responses)
         )  # fmt: skip
         errors = [(self._trainer(used * slower)[1] * (1 + FAR * log(slower) ** 2), slower) for slower in SLOWER]
         slower = min(errors)[1] if trainer else 1.0
         (_, token_s), _ = self._trainer(used * slower)
         seconds = self._training(used * slower) - token_s * self.tokens
-        speed = {"step_s": max(step_s, 1e-9), "response_s": response_s, "prefill_s": call_s, "prompt_s": prompt_s}
+        wait_s = self.waits * float((step_s + response_s * self.responses).mean())
+        step_s = max(step_s - wait_s, 1e-9)
+        speed = {
+            "step_s": step_s,
+            "wait_s": wait_s,
+            "response_s": response_s,
+            "prefill_s": call_s,
+            "prompt_s": prompt_s,
+        }
         speed = {name: _rounded(value) for name, value in speed.items()}
         shared = {"replica": replica, "trainer": trainer, "trainer_slower": slower}
         return shared, speed, rest.tolist(), {
@@ -368,11 +377,21 @@ class _Speeds:
     def _used(self, replica: float, trainer: float) -> Any:
         return replica * self.active + trainer * self.trains
 
+    def _sampling(self, used: Any) -> Any:
+        """Seconds for which each group is sampled, as if nothing else used the hardware."""
+        took = self._over_attempts(self.open * self.seconds)
+        alone = self._over_attempts(self.open * self.seconds / np.maximum(1.0, used))
+        return (took - self.overhead_s) * alone / np.maximum(took, 1e-12)
+
     def _replicas(self, used: Any, chosen: Any) -> tuple[list[float], float]:
-        took = self._over_attempts(self.open * self.seconds / np.maximum(1.0, used))[chosen] - self.overhead_s
+        took = self._sampling(used)[chosen]
         longest, responses = self.longest[chosen], self.responses[chosen]
         columns = [self.calls[chosen], self.starts[chosen], longest, longest * responses]
-        return _least_squares(columns, took, (READING, READING, 0.0, RUNNING))
+        running = 0.0 if self.waits > MANY_TURNS else RUNNING
+        factors, error = _least_squares(columns, took, (READING, READING, 0.0, running))
+        if not any(factors):  # waits for rewards hide what generation takes
+            factors = [0.0, 0.0, max(0.0, float(took.mean() / longest.mean())), 0.0]
+        return factors, error
 
     def _trainer(self, used: Any) -> tuple[list[float], float]:
         if not self.steps:
@@ -392,6 +411,16 @@ def _assumed_shares(schedule: Schedule, cores: int) -> tuple[float, float]:
         return 0.0, 0.0
     threads = [section.get("threads") or 1 for section in sections]
     return (threads[0] + OTHER_THREADS[0]) / cores, (threads[1] + OTHER_THREADS[1]) / cores
+
+
+def _waiting_share(window: Window) -> float:
+    """Share of the time of a response in which it waits for agents, tools or environments."""
+    busy = waiting = 0.0
+    for span in window.history.idle:
+        if span.end > window.start and span.start < window.end:
+            busy += span.busy_s
+            waiting += dict(span.idle_s).get("agent", 0.0)
+    return min(0.95, waiting / ((busy + waiting) or 1.0))
 
 
 def _slot_s(window: Window) -> float:

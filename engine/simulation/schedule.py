@@ -35,6 +35,7 @@ class Schedule:
     slots: int
     samples: int
     max_tokens: int | None = None
+    """Responses are cut there; None: they end as in the workload."""
     ranks: int = 1
     rewards_at_once: int | None = None
     """Calls of reward functions in each replica; None: as in the workload."""
@@ -50,7 +51,8 @@ def configured_schedule(config: Config) -> Schedule:
     """The schedule of a configuration. Raises: `ConfigError` for policies that are not registered."""
     return Schedule(
         limits=config.limits, policies=config.policies().names, replicas=config.rollout.replicas,
-        slots=config.rollout.slots, samples=config.scheduler.samples_per_prompt, max_tokens=config.rollout.max_tokens,
+        slots=config.rollout.slots, samples=config.scheduler.samples_per_prompt,
+        max_tokens=None if config.several_turns else config.rollout.max_tokens,
         ranks=config.trainer.ranks, rewards_at_once=config.reward.concurrency,
         config=config.model_dump(mode="json"),
     )  # fmt: skip
@@ -70,10 +72,10 @@ def recorded_schedule(history: History) -> Schedule:
     if not slots:
         raise ConfigError("RUN", history.run, "has no replica that was up", "use a run that has trained a few steps")
     config = history.config
-    scheduler, rollout = config.get("scheduler", {}), config.get("rollout", {})
+    scheduler = config.get("scheduler", {})
     return Schedule(
         limits=limits, policies={**DEFAULTS, **history.policies, **changed}, replicas=len(slots), slots=max(slots),
-        samples=scheduler.get("samples_per_prompt") or _samples_of(history), max_tokens=rollout.get("max_tokens"),
+        samples=scheduler.get("samples_per_prompt") or _samples_of(history),
         ranks=config.get("trainer", {}).get("ranks", 1), config=config,
     )  # fmt: skip
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, StepId, Version
-from engine.protocols import Batch, Generated, GroupWork, Scores
+from engine.protocols import Batch, CallFigures, Generated, GroupWork, Scores
 from engine.simulation.run_settings import Setting
 from engine.simulation.shared_hardware import Hardware
+from engine.simulation.simulated_calls import SimCalls
 from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
@@ -90,6 +91,10 @@ class Dice:
     rewards_at_once = 1
     """Calls of reward functions that a replica runs at once."""
 
+    def waiting_share(self, responses: int) -> float:
+        """Share of the time in which a response waits for tools, if this number is sampled."""
+        return 0.0
+
     def reward_calls(self) -> Sequence[float]:
         """The durations of the calls of reward functions for a group."""
         return ()
@@ -151,7 +156,7 @@ class SimGenerator:
         self._hardware = hardware or Hardware()
         self._hardware.watch(self._repace)
         self._rewarded = all(state.name != REWARDING for state in dice.setting.limits.added_states)
-        self._reward_calls = asyncio.Semaphore(dice.rewards_at_once)
+        self._calls = SimCalls(dice.rewards_at_once)
         self.version: Version = 0
         self.frozen = False
         self.groups: dict[GroupId, Sampling] = {}
@@ -194,6 +199,8 @@ class SimGenerator:
         self._count(sampling)
         self._continue(sampling)
         self._check_slots()
+        if self._dice.waiting_share(self.running):
+            self._calls.changed()
         self._prefill()
         self._repace()
         try:
@@ -210,9 +217,11 @@ class SimGenerator:
         if not sampling.cut:
             self._fail_by_chance()
         self._finish(sampling)
-        await self._reward()
-        if overhead := self._dice.seconds("overhead"):
-            await asyncio.sleep(overhead)
+        calls, overhead_s = self._dice.reward_calls(), self._dice.seconds("overhead")
+        if calls or overhead_s:
+            work.finished(len(sampling.ends))
+            await self._calls.judge(calls)
+            await asyncio.sleep(overhead_s)
         return Generated(group=group)
 
     def _prefill(self) -> None:
@@ -223,16 +232,11 @@ class SimGenerator:
             self._prefilled_at, seconds = now, seconds + self._dice.seconds("prefill")
         self._advanced_at += seconds * self._hardware.slowdown
 
-    async def _reward(self) -> None:
-        """Wait for the calls of the reward functions."""
+    def call_figures(self) -> list[CallFigures]:
+        return self._calls.figures(round(len(self.groups) * self._dice.waiting_share(self.running)))
 
-        async def call(seconds: float) -> None:
-            async with self._reward_calls:
-                await asyncio.sleep(seconds)
-
-        calls = self._dice.reward_calls()
-        if calls:
-            await asyncio.gather(*map(call, calls))
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        self._calls.watch(changed)
 
     # the clock
 
@@ -292,7 +296,10 @@ class SimGenerator:
         tokens, every = sampling.ends[sampling.finished], sampling.work.save_every_tokens
         if every:
             tokens = min(tokens, sampling.saved + every)
-        heappush(self._due, (sampling.zero + tokens, next(self._entries), sampling))
+        due = sampling.zero + tokens
+        if self._dice.token_size > 1:
+            due = ceil(due)  # responses that end at about the same time end together: fewer events
+        heappush(self._due, (due, next(self._entries), sampling))
 
     def _count(self, sampling: Sampling) -> None:
         """Update the number of running trajectories after a group has begun, grown or been cut."""

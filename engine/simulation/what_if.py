@@ -260,7 +260,10 @@ def _fate(rows: Sequence[GroupRow], dice: WorkloadDice) -> Fate:
 # -- calibration -------------------------------------------------------------------------------------------------------
 
 
-TRIALS = 4
+CLOSE = 0.01
+"""A relative error of the seconds per step that is not worth another simulation."""
+TRIALS = 5
+LEAST_FIT, MOST_FIT = -0.5, 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +272,11 @@ class Calibration:
 
     window: Window
     schedule: Schedule
-    apart: float
-    """Spread of the time of a group beside its tokens, as a share of the recorded one. Groups that wait together, such
-    as those on a stalled replica, cost a step less than groups that wait apart, and the record does not say which did.
-    This share makes the simulated steps take as long as the recorded ones."""
+    fit: float
+    """What makes the simulated steps take as long as the recorded ones. From 0 to 1, the spread of the time of a group
+    beside its tokens, as a share of the recorded one: groups that wait together, such as those on a stalled replica,
+    cost a step less than groups that wait apart, and the record does not say which did. Below 0, replicas are also
+    faster by this share than what was fitted; above 1, they are slower by what exceeds 1."""
     recorded: ScheduleFigures
     simulated: ScheduleFigures
     _workloads: dict[int, Workload] = field(default_factory=dict)
@@ -290,7 +294,7 @@ class Calibration:
         """The durations. Seed 0: the best estimate; others: estimates from groups that are drawn from those of the run,
         with repetition, so that several seeds show how well the run tells its speeds."""
         if seed not in self._workloads:
-            self._workloads[seed] = _with_apart(calibrate(self.window, self.schedule, seed or None), self.apart)
+            self._workloads[seed] = _fitted(calibrate(self.window, self.schedule, seed or None), self.fit)
         return self._workloads[seed]
 
     def predict(self, schedule: Schedule, seed: int = 0) -> ScheduleFigures:
@@ -309,26 +313,33 @@ def calibrated(
     window = window_of(history, steps, first, rows)
     recorded, workload = figures_of(window), calibrate(window, schedule)
 
-    def tried(apart: float) -> ScheduleFigures:
-        changed, earlier = _with_apart(workload, apart), window.steps[0].step
+    def tried(fit: float) -> ScheduleFigures:
+        changed, earlier = _fitted(workload, fit), window.steps[0].step
         return predicted(schedule, changed, seed=0, steps=len(window.steps), earlier=earlier)
 
-    low, high = 0.0, 1.0
-    found = {high: tried(high)}
-    if trials and found[high].step_s > recorded.step_s:
-        found[low] = tried(low)
-        for _ in range(trials - 1 if found[low].step_s < recorded.step_s else 0):
-            middle = (low + high) / 2
-            found[middle] = tried(middle)
-            low, high = (low, middle) if found[middle].step_s > recorded.step_s else (middle, high)
-    apart = min(found, key=lambda one: abs(found[one].step_s / recorded.step_s - 1))
-    return Calibration(window=window, schedule=schedule, apart=apart, recorded=recorded, simulated=found[apart])
+    def error(fit: float) -> float:
+        return found[fit].step_s / recorded.step_s - 1
+
+    found = {1.0: tried(1.0)}
+    low, high, fit = LEAST_FIT, MOST_FIT, 1.0
+    for _ in range(trials):
+        if abs(error(fit)) < CLOSE:
+            break
+        low, high = (low, fit) if error(fit) > 0 else (fit, high)
+        fit = 0.0 if fit == 1.0 and low < 0 else (low + high) / 2
+        found[fit] = tried(fit)
+    least = min(abs(error(one)) for one in found)  # where speed hardly matters, the fitted one stays
+    fit = min((one for one in found if abs(error(one)) <= least + CLOSE), key=lambda one: abs(one - 1.0))
+    return Calibration(window=window, schedule=schedule, fit=fit, recorded=recorded, simulated=found[fit])
 
 
-def _with_apart(workload: Workload, apart: float) -> Workload:
-    seconds = workload.replica.overhead_s
-    if not isinstance(seconds, list):
-        return workload
-    mean = typical(seconds)
-    replica = workload.replica.model_copy(update={"overhead_s": [mean + (one - mean) * apart for one in seconds]})
-    return workload.model_copy(update={"replica": replica})
+def _fitted(workload: Workload, fit: float) -> Workload:
+    replica, apart = workload.replica, min(max(fit, 0.0), 1.0)
+    factor = 1 + fit if fit < 0 else max(1.0, fit)
+    changed: dict[str, Any] = {
+        name: getattr(replica, name) * factor for name in ("step_s", "response_s", "prefill_s", "prompt_s")
+    }
+    if isinstance(replica.overhead_s, list):
+        mean = typical(replica.overhead_s)
+        changed["overhead_s"] = [mean + (one - mean) * apart for one in replica.overhead_s]
+    return workload.model_copy(update={"replica": replica.model_copy(update=changed)})

@@ -97,6 +97,9 @@ class WorkloadDice(Dice):
             self._token_s[responses] = (seconds + replica.wait_s) * self.token_size
         return self._token_s[responses]
 
+    def waiting_share(self, responses: int) -> float:
+        return self.workload.replica.wait_s * self.token_size / self.token_s(responses)
+
     def reward_calls(self) -> Sequence[float]:
         rewards = self.workload.rewards
         return [self._draw("reward", rewards.call_s) for _ in range(rewards.calls)]

@@ -4,13 +4,13 @@ Written by `scheduling/groups.py` and `scheduling/steps.py`.
 """
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from msgspec import field
 
-from engine.ids import GroupId, StepId
+from engine.ids import GroupId, ReplicaId, StepId
 from engine.states.checkpoints import Checkpoints
 from engine.states.facts import Facts
 from engine.states.group import Group, group_table
@@ -18,6 +18,7 @@ from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, RUNNING, UNR
 from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Moves, Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
+from engine.states.replica import Replica
 from engine.states.state_queues import StateQueues
 from engine.states.training import Training
 
@@ -49,9 +50,11 @@ class Groups:
 
     def __init__(
         self, facts: GroupsFacts, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints,
-        moves: Moves, observe: Observer | None,
+        replicas: Mapping[ReplicaId, Replica], moves: Moves, observe: Observer | None,
     ) -> None:  # fmt: skip
+        """`replicas`: every replica ever seen."""
         self.facts, self._training, self._checkpoints = facts, training, checkpoints
+        self._running_orders, self._replicas = orders.open["group"], replicas
         self.live, self.ready, self.ledger = facts.live, facts.ready, facts.ledger
         self.state_queues = StateQueues(facts.queues, limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
@@ -71,8 +74,12 @@ class Groups:
         self.waiting: deque[GroupId] = deque()
         self.parked: dict[GroupId, None] = {}
         """Groups that wait for a replica to resume on. A dict for its order."""
-        self.finishing: dict[GroupId, None] = {}
-        """Running groups of which a trajectory has ended."""
+        self.finishing: dict[GroupId, Replica] = {}
+        """Running groups of which a trajectory has ended, and where they run."""
+        self.ended = Counter[ReplicaId]()
+        """Trajectories of running groups that have ended, by replica."""
+        self.unrewarded = 0
+        """Running groups whose trajectories have all ended, but not their rewards."""
         self.deadlines = Deadlines(surplus)
         for group in self.live.values():
             phase = self._phases[group.state]
@@ -82,7 +89,7 @@ class Groups:
             elif group.state == "aborted":
                 self.parked[group.id] = None
             elif phase == RUNNING and group.finished:
-                self.finishing[group.id] = None
+                self._count_ended(group, group.finished)
 
     def use(self, limits: Limits) -> None:
         """Use other bounds from now on. Groups keep their deadlines."""
@@ -137,8 +144,21 @@ class Groups:
 
     def finish_trajectories(self, group: Group, finished: int) -> None:
         """Note that so many trajectories of a running group have ended."""
+        self._count_ended(group, finished)
+
+    def _count_ended(self, group: Group, finished: int) -> None:
+        """Count trajectories of a running group that have ended."""
+        if group.id in self.finishing:
+            self._forget_ended(group)
+        replica = self.finishing[group.id] = self._replicas[int(self._running_orders[group.id].owner)]
         group.finished = finished
-        self.finishing[group.id] = None
+        self.ended[replica.id] += finished
+        self.unrewarded += finished == replica.samples
+
+    def _forget_ended(self, group: Group) -> None:
+        replica = self.finishing.pop(group.id)
+        self.ended[replica.id] -= group.finished
+        self.unrewarded -= group.finished == replica.samples
 
     def unready(self, until: StepId) -> list[Group]:
         """Started groups with deadline ≤ `until` that are not ready, in the order in which they started. Visits all
@@ -163,8 +183,8 @@ class Groups:
 
     def _leave_running(self, group: Group, before: str) -> None:
         if group.finished:
+            self._forget_ended(group)
             group.finished = 0
-            del self.finishing[group.id]
 
     def _leave_parked(self, group: Group, before: str) -> None:
         if before == "aborted":

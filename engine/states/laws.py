@@ -5,6 +5,7 @@ everything from the records; it runs in tests and simulation, and when a run is 
 decision stand where the decision is applied, in `scheduling/`, and call the functions here.
 """
 
+from collections import Counter
 from typing import Any
 
 from engine.commands import InstallWeights, PauseReplica, StageWeights
@@ -97,8 +98,14 @@ def check_all(state: State) -> None:
     require(queued == list(groups.waiting), "law 1: the waiting list and the records differ")
     aborted = {group.id for group in groups.live.values() if group.state == "aborted"}
     require({*groups.parked} == aborted, "law 7: the list of parked groups and the records differ")
-    finishing = {group.id for group in groups.live.values() if group.finished}
-    require({*groups.finishing} == finishing, "law 2: the list of groups that finish and the records differ")
+    finishing = {group.id: group.finished for group in groups.live.values() if group.finished}
+    require(groups.finishing.keys() == finishing.keys(), "law 2: the list of groups that finish and the records differ")
+    ended = Counter[ReplicaId]()
+    for id, replica in groups.finishing.items():
+        ended[replica.id] += finishing[id]
+    unrewarded = sum(finishing[id] == replica.samples for id, replica in groups.finishing.items())
+    require(ended == groups.ended and unrewarded == groups.unrewarded,
+            "law 2: counts of ended trajectories and the records differ")  # fmt: skip
     require(set(groups.ready) == {g.id for g in groups.live.values() if groups.phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)

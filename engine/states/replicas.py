@@ -114,35 +114,20 @@ class Replicas:
 
     def _open_to_groups(self) -> list[OpenReplica]:
         """The replicas that can take a group, in the order of `by_id`."""
-        found, ended = [], self._count_ended()
+        found, ended = [], self._groups.ended
         for replica in list(self.by_id.values()):  # other threads may ask
             if replica.state == "ready":
-                used, finished = len(self.running(replica)) + self.taken(replica), ended.get(replica.id, 0)
+                used, finished = len(self.running(replica)) + self.taken(replica), ended[replica.id]
                 free = self._free(replica, used - finished // replica.samples)
                 if free:
                     found.append(OpenReplica(replica, free, used * replica.samples - finished))
         return found
 
-    def _count_ended(self) -> dict[ReplicaId, int]:
-        """Trajectories of running groups that have ended, by replica."""
-        ended, running, live = dict[ReplicaId, int](), self._orders.open["group"], self._groups.live
-        for id in list(self._groups.finishing):
-            order, group = running.get(id), live.get(id)
-            if order is not None and group is not None:
-                replica = int(order.owner)
-                ended[replica] = ended.get(replica, 0) + group.finished
-        return ended
-
     @property
     def freed(self) -> int:
         """Slots that running groups no longer need: one for each `samples` trajectories that have ended on a
         replica."""
-        return sum([count // self.by_id[id].samples for id, count in self._count_ended().items()])
-
-    @property
-    def unrewarded(self) -> int:
-        """Number of running groups whose trajectories have all ended, but not their rewards."""
-        return sum(map(self.is_unrewarded, list(self._groups.finishing)))
+        return sum([count // self.by_id[id].samples for id, count in list(self._groups.ended.items())])
 
     def is_unrewarded(self, id: GroupId) -> bool:
         """Whether the trajectories of a running group have all ended, but not their rewards."""

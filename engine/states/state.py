@@ -100,7 +100,9 @@ class State:
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
         self.pools = Pools(kept.pools, limits)
-        self.groups = Groups(kept.groups, limits, self.orders, self.training, self.checkpoints, self.moves, observe)
+        self.groups = Groups(
+            kept.groups, limits, self.orders, self.training, self.checkpoints, kept.replicas, self.moves, observe
+        )  # fmt: skip
         self.replicas = Replicas(kept.replicas, self.orders, self.groups)
         self.validations = Validations(kept.validations, self.replicas, self.orders, self._validation_machine)
         if facts is None:

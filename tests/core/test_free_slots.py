@@ -13,19 +13,17 @@ from tests.core.scripted import Scripted
 
 def test_a_slot_is_free_for_each_group_whose_trajectories_have_ended() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, slots=4)
-    orders, replicas, (replica,) = run.state.orders, run.state.replicas, run.state.replicas.by_id.values()
+    replicas, (replica,) = run.state.replicas, run.state.replicas.by_id.values()
 
     def figures() -> tuple[int, int, int]:
-        return replicas.for_groups(replica), replicas.freed, replicas.unrewarded
+        return replicas.for_groups(replica), replicas.freed, run.state.groups.unrewarded
 
     assert figures() == (1, 0, 0)
     assert replicas.room_beside([]) == (0, 1) and replicas.room_beside([replica]) == (NO_VERSION, 0)
     run.state.groups.finish_trajectories(run.state.groups.live[0], replica.samples)
     assert figures() == (2, 1, 1) and replicas.room_beside([]) == (0, 2)
-    orders.withdraw("group", 0)
-    assert figures() == (2, 0, 0)
-    orders.clear()
-    assert figures() == (4, 0, 0)
+    run.finish(0)
+    assert figures() == (1, 0, 0), "group 3 took its slot"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=6), st.data())
