@@ -31,7 +31,7 @@ class Schedule:
     limits: Limits
     policies: Mapping[str, str]
     replicas: int
-    """Those that generate and those that only validate."""
+    """Without those that only validate."""
     slots: int
     samples: int
     max_tokens: int | None = None
@@ -68,7 +68,10 @@ def recorded_schedule(history: History) -> Schedule:
         elif setting.startswith(POLICIES):
             changed[setting.removeprefix(POLICIES)] = value
     newest = {life.index: life.outcome for life in history.lives if life.kind == REPLICA}
-    slots = [slots for replica, slots in history.slots.items() if newest.get(replica) != "lost"]
+    slots = [
+        slots for replica, slots in history.slots.items()
+        if newest.get(replica) != "lost" and not limits.validates_only(replica)
+    ]  # fmt: skip
     if not slots:
         raise ConfigError("RUN", history.run, "has no replica that was up", "use a run that has trained a few steps")
     config = history.config

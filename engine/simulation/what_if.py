@@ -82,7 +82,7 @@ def simulate(
     Raises: `ConfigError` if the schedule has no replica that generates, or if the run does not end.
     """
     limits = simulated_limits(schedule.limits, steps)
-    if schedule.replicas < 1 or all(limits.validates_only(replica) for replica in range(schedule.replicas)):
+    if schedule.replicas < 1:
         raise ConfigError("rollout.replicas", schedule.replicas, "leaves no replica to generate", "use more")
     if schedule.rewards_at_once is not None:
         at_once = workload.rewards.model_copy(update={"at_once": schedule.rewards_at_once})
