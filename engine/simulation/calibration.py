@@ -112,7 +112,7 @@ def calibrate(window: Window, schedule: Schedule, seed: int | None = None) -> Wo
         raise ConfigError("RUN", history.run, law, "let it train longer")
     generated = sorted(window.generated(), key=lambda one: one.group)
     means = [max(1e-9, one.tokens / samples) for one in generated]
-    growth = _growth(window, generated, means)
+    growth = _growth(means, schedule.limits.train_batch_size)
     steady = [mean / (1 + growth) ** (number / schedule.limits.train_batch_size) for number, mean in enumerate(means)]
     longest = [one.longest for one in generated]
     filtered = [row.state == "filtered" for row in history.groups if row.ended_at >= window.start]
@@ -196,13 +196,11 @@ def _clipped(seconds: Sequence[float], less: float) -> list[float]:
     return [one * scale for one in above]
 
 
-def _growth(window: Window, attempts: Sequence[GenerationAttempt], means: Sequence[float]) -> float:
-    """The change of response lengths per train step; 0 if it may be chance."""
-    steps = (window.end - window.start) / len(window.steps)
-    at = np.array([(one.end - window.start) / steps for one in attempts])
-    logs = np.log(means)
-    if len(attempts) < 2 * FEWEST_GROUPS or at.std() == 0:
+def _growth(means: Sequence[float], batch: int) -> float:
+    """The change of the lengths of groups, in the order of their numbers, per train step; 0 if it may be chance."""
+    if len(means) < 2 * FEWEST_GROUPS:
         return 0.0
+    at, logs = np.arange(len(means)) / batch, np.log(means)
     slope = float(np.cov(at, logs)[0, 1] / at.var(ddof=1))
     error = float(np.std(logs - slope * at) / at.std() / len(at) ** 0.5)
     return _rounded(exp(slope) - 1) if abs(slope) > 3 * error else 0.0

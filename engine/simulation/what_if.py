@@ -263,7 +263,8 @@ def _fate(rows: Sequence[GroupRow], dice: WorkloadDice) -> Fate:
 CLOSE = 0.01
 """A relative error of the seconds per step that is not worth another simulation."""
 TRIALS = 5
-LEAST_FIT, MOST_FIT = -0.5, 1.5
+FITS = (-0.4, 1.4)
+"""The range of `Calibration.fit` where processes share hardware, whose slowdown is only roughly known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +276,8 @@ class Calibration:
     fit: float
     """What makes the simulated steps take as long as the recorded ones. From 0 to 1, the spread of the time of a group
     beside its tokens, as a share of the recorded one: groups that wait together, such as those on a stalled replica,
-    cost a step less than groups that wait apart, and the record does not say which did. Below 0, replicas are also
-    faster by this share than what was fitted; above 1, they are slower by what exceeds 1."""
+    cost a step less than groups that wait apart, and the record does not say which did. Where processes share hardware,
+    it may also be below 0: replicas are faster by this share than what was fitted; or above 1: they are slower."""
     recorded: ScheduleFigures
     simulated: ScheduleFigures
     _workloads: dict[int, Workload] = field(default_factory=dict)
@@ -321,15 +322,17 @@ def calibrated(
         return found[fit].step_s / recorded.step_s - 1
 
     found = {1.0: tried(1.0)}
-    low, high, fit = LEAST_FIT, MOST_FIT, 1.0
+    low, high = FITS if workload.shared.replica else (0.0, 1.0)
+    fit = 1.0
     for _ in range(trials):
-        if abs(error(fit)) < CLOSE:
+        if abs(error(fit)) < CLOSE or (fit == high and error(fit) < 0) or (fit == low and error(fit) > 0):
             break
         low, high = (low, fit) if error(fit) > 0 else (fit, high)
-        fit = 0.0 if fit == 1.0 and low < 0 else (low + high) / 2
+        fit = 0.0 if fit == 1.0 and error(fit) > 0 else (low + high) / 2
         found[fit] = tried(fit)
-    least = min(abs(error(one)) for one in found)  # where speed hardly matters, the fitted one stays
-    fit = min((one for one in found if abs(error(one)) <= least + CLOSE), key=lambda one: abs(one - 1.0))
+    fit = min(found, key=lambda one: abs(error(one)))
+    if not 0.0 <= fit <= 1.0 and abs(error(fit)) > abs(error(1.0)) / 2:  # their speed hardly matters
+        fit = 1.0
     return Calibration(window=window, schedule=schedule, fit=fit, recorded=recorded, simulated=found[fit])
 
 
