@@ -74,7 +74,6 @@ class _Run:
         """Share of slot time that the concurrency policy left idle. A simulated replica has no KV cache to be full."""
         self.schedule = replace(schedule, slots=max(1, round(schedule.slots * (1 - self.limited))))
         self.limits = schedule.limits
-        self.validators = sum(map(self.limits.validates_only, range(schedule.replicas)))
 
     @property
     def waited(self) -> float:
@@ -82,7 +81,7 @@ class _Run:
         return sum(self.trainer.get(name, 0.0) for name in WAITS)
 
     def slots_of(self, replicas: int) -> int:
-        return (replicas - self.validators) * self.schedule.slots
+        return replicas * self.schedule.slots
 
     @property
     def groups_of_step(self) -> int:
