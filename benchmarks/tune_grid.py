@@ -107,7 +107,7 @@ def _row(name: str, figures: ScheduleFigures) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="directory of the real runs")
+    parser.add_argument("--runs", type=Path, default=Path("build/tune_grid"), help="directory of the real runs")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--repeat", type=int, default=3, help="runs of the recommendation, and of the best point")
     arguments = parser.parse_args()

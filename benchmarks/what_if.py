@@ -1,6 +1,6 @@
 """Compares `engine whatif` with real runs: what it predicts from one recorded run, and what the changed run measured.
 
-    python benchmarks/what_if.py --runs DIR [--workloads quickstart,rewards,tools] [--steps 96] [--repeat 2]
+    python benchmarks/what_if.py [--runs DIR] [--workloads quickstart,rewards,tools] [--steps 96] [--repeat 2]
 
 Three workloads on the cores of this machine, each with a base run and runs that change one setting. Real runs take
 half a minute each and are kept in DIR, so that an interrupted benchmark continues. Run it on a quiet machine: equal
@@ -176,7 +176,7 @@ def pairs(directory: Path, workload: str, steps: int, repeat: int) -> list[Pair]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, required=True, help="directory of the real runs")
+    parser.add_argument("--runs", type=Path, default=Path("build/what_if"), help="directory of the real runs")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=2, help="real runs of each change")
