@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -110,10 +109,13 @@ class Pair(NamedTuple):
     def share_error(self) -> tuple[float, str]:
         """(points, cause) of the largest difference of a share of slot or trainer time."""
         found = [(0.0, "")]
-        for shares in (attrgetter("trainer"), attrgetter("slots")):
-            for name in {name for one in (*self.predicted, *self.measured) for name in shares(one)}:
-                mine, theirs = self.medians(lambda one, name=name, shares=shares: shares(one).get(name, 0.0))
-                found.append((abs(mine - theirs), name))
+        for kind in ("trainer", "slots"):
+            for name in {name for one in (*self.predicted, *self.measured) for name in getattr(one, kind)}:
+                predicted, measured = (
+                    median(getattr(one, kind).get(name, 0.0) for one in runs)
+                    for runs in (self.predicted, self.measured)
+                )
+                found.append((abs(predicted - measured), name))
         return max(found)
 
     def __str__(self) -> str:
