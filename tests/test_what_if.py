@@ -182,9 +182,18 @@ def test_whatif_saves_a_workload_that_simulate_runs(
     assert code == 0 and "groups per second" in said
 
 
+def test_whatif_from_a_step_takes_the_steps_from_there_on(
+    run_dir: Path, engine: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    arguments = ["--from-step", 5, "--steps", 8, "--seeds", 1, "--set", "rollout.slots=4", "--out", tmp_path / "out"]
+    code, said = engine("whatif", run_dir, *arguments)
+    assert code == 0 and "train steps 5 to 12" in said
+
+
 REFUSED = [
     (["--set", "trainer.learning_rate=1"], "trainer.learning_rate", "does not tell"),
     (["--set", "scheduler.max_staleness_steps=x"], "scheduler.max_staleness_steps", "whole number"),
+    (["--set", "run.max_steps=9"], "run.max_steps", "does not tell"),
     (["--from-step", "22"], "needs 3", "train longer"),
     (["--seeds", "0"], "--seeds", "from 1"),
 ]
@@ -206,6 +215,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"responses": {"tokens": 0}}, "responses.tokens"),
     ({"responses": {"tokens": [5, 3]}}, "responses.tokens"),
     ({"responses": {"tokens": 500}}, "responses.tokens"),
+    (
+        {"settings": {"pools": [{"tasks": ["rollout"]}, {"tasks": ["train"]}, {"tasks": ["reward"], "slots": 2}]}},
+        "states.rewarding",
+    ),
     ({"replica": {"speed": 1}}, "replica.speed"),
     ({"sources": {"a": {"share": 0.5, "tokens": 3}}}, "shares"),
     ({"settings": {"rollout": {"replicas": 0}}}, "rollout.replicas"),

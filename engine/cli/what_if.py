@@ -6,7 +6,7 @@ every reading command accepts.
 
 import argparse
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ OFF = 0.1
 SECTIONS = ("scheduler", "validation", "pools")
 INFORMED = (
     "rollout.replicas", "rollout.slots", "rollout.sync_mode", "rollout.sync_order", "rollout.max_tokens",
-    "trainer.ranks", "reward.concurrency", "run.max_steps", "run.epochs",
+    "trainer.ranks", "reward.concurrency",
 )  # fmt: skip
 """Sections and fields whose effect on a schedule a record tells."""
 WORKLOAD = "workload.yaml"
@@ -94,8 +94,11 @@ def what_if(arguments: argparse.Namespace) -> int:
             Path(arguments.save).write_text(found.workload().dump_yaml(), encoding="utf-8")
         print(f"wrote {visible(arguments.save)}: use `engine simulate {visible(arguments.save)}`")
         return 0
-    asked = bool(arguments.set)
-    pairs = [(found.predict(schedule, seed), found.predict(changed, seed)) for seed in range(arguments.seeds) if asked]
+    resumed = arguments.from_step > 0
+    pairs = [
+        (found.predict(schedule, seed), found.predict(changed, seed, resumed=resumed))
+        for seed in range(arguments.seeds if arguments.set else 0)
+    ]
     record = _write_record(arguments.out or f"{run.path.resolve()}-whatif", changed, found.workload(), found.steps)
     if arguments.json:
         print_json("whatif", run.shown, _plain(found, [as_is for as_is, _ in pairs], [new for _, new in pairs]))
@@ -129,32 +132,19 @@ def schedule_of(history: "History", overrides: Sequence[str], *, extensions: boo
         tree["run"] = {**tree.get("run", {}), "extensions": []}
     live = [f"{setting}={value}" for _, setting, value in history.settings]
     apply_overrides(tree, live)
-    before = dict(_leaves(parse_config(tree).model_dump(mode="json")))
     apply_overrides(tree, overrides)
-    config = parse_config(tree)
-    after = dict(_leaves(config.model_dump(mode="json")))
-    given = [override.partition("=")[0].strip() for override in overrides]
-    for path in given:
-        if not _is_informed(path):
+    given = dict(override.partition("=")[::2] for override in overrides)
+    for path, value in given.items():
+        if not _is_informed(path.strip()):
             known = ", ".join((*(f"{section}.*" for section in SECTIONS), *INFORMED))
             law = "must stay as it was: the record does not tell how it changes durations"
-            raise ConfigError(path, after.get(path), law, f"change one of {known}")
-    schedule = configured_schedule(config)
-    if before.get("rollout.replicas") == after.get("rollout.replicas") and "rollout.replicas" not in given:
-        schedule = replace(schedule, replicas=recorded.replicas)
-    return schedule
+            raise ConfigError(path.strip(), value.strip(), law, f"change one of {known}")
+    schedule = configured_schedule(parse_config(tree))
+    return schedule if "rollout.replicas" in given else replace(schedule, replicas=recorded.replicas)
 
 
 def _is_informed(path: str) -> bool:
     return path in INFORMED or path.partition(".")[0] in SECTIONS
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def notes_of_change(found: "Calibration", before: "Schedule", after: "Schedule") -> list[str]:
@@ -262,10 +252,11 @@ def _figures(figures: "Sequence[ScheduleFigures]") -> Iterator[_Row]:
 
 
 def _interval(values: Sequence[float]) -> str:
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 2]
-    around = f" ({ordered[0]:.3g} to {ordered[-1]:.3g})" if ordered[-1] > ordered[0] else ""
-    return f"{middle:.3g}{around}"
+    from engine.simulation.what_if import Interval
+
+    found = Interval.of(values)
+    around = f" ({found.low:.3g} to {found.high:.3g})" if found.high > found.low else ""
+    return f"{found.median:.3g}{around}"
 
 
 def calibration_lines(found: "Calibration") -> Iterator[str]:

@@ -74,7 +74,7 @@ class ReplicaSection(Section):
     most_responses: int = Field(0, ge=0, description="Responses that it samples at once; 0: any number.")
     prefill_s: float = Field(0.0, ge=0, description="Seconds in which groups that start together stop the others.")
     prompt_s: float = Field(0.0, ge=0, description="Seconds that each of these groups adds to this.")
-    overhead_s: Figure = Field(0.0, description="Seconds of a group after its last token, beside its rewards.")
+    overhead_s: Figure = Field(0.0, description="Seconds from a group's last token to its end, without rewards.")
     row_s: Figure = Field(0.0, description="Seconds to measure a validation row.")
     start_s: float = Field(10.0, ge=0, description="Seconds of its start, after a failure.")
 

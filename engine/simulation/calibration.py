@@ -83,12 +83,12 @@ class Window:
 
 
 def window_of(history: History, most_steps: int, first: int = 0, rows: Sequence[Mapping[str, Any]] = ()) -> Window:
-    """The newest train steps, from step `first` on. Raises: `ConfigError` if there are too few."""
+    """The newest train steps; those from `first` on, if it is not 0. Raises: `ConfigError` if there are too few."""
     steps = [step for step in history.trained if step.finished_at >= 0 and step.groups and step.step >= first]
     if len(steps) < FEWEST_STEPS:
         law = f"has {len(steps)} finished train steps from step {first} on; a simulation needs {FEWEST_STEPS}"
         raise ConfigError("RUN", history.run, law, "let it train longer")
-    return Window(history, tuple(steps[-most_steps:]), rows)
+    return Window(history, tuple(steps[:most_steps] if first else steps[-most_steps:]), rows)
 
 
 def most_at_once(window: Window) -> int:

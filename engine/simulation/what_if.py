@@ -35,7 +35,7 @@ from engine.simulation.run_settings import Faults, Setting
 from engine.simulation.schedule import Schedule
 from engine.simulation.workload_dice import WorkloadDice, prompts_of
 from engine.simulation.world import World
-from engine.states.limits import Limits
+from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.version import __version__
 
 MOST_EVENTS = 100_000_000
@@ -87,11 +87,14 @@ def simulate(
     if schedule.rewards_at_once is not None:
         at_once = workload.rewards.model_copy(update={"at_once": schedule.rewards_at_once})
         workload = workload.model_copy(update={"rewards": at_once})
-    lost = max(workload.responses.filtered, 0.5)
-    failures = workload.failures
+    for state in limits.added_states:
+        if state.place in (QUEUED, GENERATED) and state.name not in workload.states:
+            law = "has no such state, so its duration is not known"
+            raise ConfigError("states", state.name, law, f"add states.{state.name} to the workload")
+    failures, kept = workload.failures, (1 - workload.responses.filtered) * (1 - workload.failures.group)
     setting = Setting(
         limits=limits, replicas=schedule.replicas, slots=schedule.slots, samples=schedule.samples, seed=seed,
-        prompts=ceil((steps + limits.max_staleness_steps + 2) * limits.train_batch_size / (1 - lost)),
+        prompts=ceil((steps + limits.max_staleness_steps + 2) * limits.train_batch_size * 2 / kept),
         latency_s=0.0,  # the durations of a record include it
         max_tokens=schedule.max_tokens, rows=prompts_of(workload, seed), start_s=workload.replica.start_s,
         spread=1.0 - workload.responses.filtered,
@@ -298,9 +301,11 @@ class Calibration:
             self._workloads[seed] = _fitted(calibrate(self.window, self.schedule, seed or None), self.fit)
         return self._workloads[seed]
 
-    def predict(self, schedule: Schedule, seed: int = 0) -> ScheduleFigures:
-        """The figures of the run's steps under another schedule. Raises: `ConfigError`."""
-        return predicted(schedule, self.workload(seed), seed=seed, steps=self.steps, earlier=self.window.steps[0].step)
+    def predict(self, schedule: Schedule, seed: int = 0, *, resumed: bool = False) -> ScheduleFigures:
+        """The figures of the run's steps under another schedule. `resumed`: the run begins with the first of them, so
+        that no group is under way. Raises: `ConfigError`."""
+        earlier = 0 if resumed else self.window.steps[0].step
+        return predicted(schedule, self.workload(seed), seed=seed, steps=self.steps, earlier=earlier)
 
 
 def calibrated(
